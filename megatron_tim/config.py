@@ -1,0 +1,278 @@
+"""The run's configuration: one typed, documented section per component, read from YAML plus ``key=value``.
+
+An unknown key, a wrong type or a combination that has no meaning is refused here, before anything
+starts, with the key, the value and what is allowed. Every other module receives validated objects.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_tim.correction import CorrectionConfig, LossConfig
+from megatron_tim.errors import UserError, writing
+
+
+class Section(BaseModel):
+    """A part of the configuration; keys that it does not know are refused."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class RunConfig(Section):
+    name: str = Field(description="Name of the run; its files are in DIR/NAME.", pattern=r"^[\w][\w.+-]*$")
+    dir: Path = Field(Path("runs"), description="Folder that holds the runs.")
+    seed: int = Field(1, ge=0, description="Seeds the data order, the sampler and the trainer.")
+    steps: int = Field(ge=0, description="RL steps: rollouts sampled, corrected and trained on.")
+    save_every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always saved.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
+    tensorboard: bool = Field(True, description="Write TensorBoard curves beside metrics.jsonl.")
+
+    @property
+    def path(self) -> Path:
+        return self.dir / self.name
+
+
+class ModelConfig(Section):
+    hf_path: Path = Field(description="Folder with a Hugging Face config.json, tokenizer and safetensors.")
+
+
+class DataConfig(Section):
+    train: Path = Field(description="JSONL with `question` and `answer` (GSM8K's form: the answer ends in '#### 42').")
+    eval: Path = Field(description="JSONL of the same form, never trained on.")
+    prompt_template: str = Field("{question}\n", description="Prompt text; {question} is replaced.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are refused, naming the line.")
+
+    @model_validator(mode="after")
+    def _template_has_question(self) -> "DataConfig":
+        if "{question}" not in self.prompt_template:
+            raise ValueError("prompt_template must contain {question}")
+        return self
+
+
+class RolloutConfig(Section):
+    engine: Literal["sglang", "recorded"] = Field(
+        "sglang", description="sglang: a real server samples. recorded: replies are read from recorded_dir, no server."
+    )
+    recorded_dir: Path | None = Field(None, description="The rollouts/ folder of an earlier run (engine: recorded).")
+    base_url: str | None = Field(None, description="Attach to a running server instead of starting one, e.g. http://127.0.0.1:30000; it must see this machine's files.")
+    api_key_env: str = Field("MEGATRON_TIM_API_KEY", description="Environment variable with the key of the server at base_url.")
+    host: str = Field("127.0.0.1", description="Address the server binds to; loopback unless you mean otherwise.")
+    port: int | None = Field(None, ge=1, le=65535, description="Port of the server; a free one when null.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Arithmetic of the server. SGLang's own 'auto' is not offered: it serves float16 for a float32 checkpoint.")
+    prompts_per_step: int = Field(32, ge=1, description="Prompts sampled per step.")
+    samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt: the group of the advantage.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides its logits by it too.")
+    concurrency: int = Field(64, ge=1, description="Most sequences that run at once, also given to the server.")
+    max_total_tokens: int = Field(65536, ge=256, description="Tokens of KV cache of a CPU server (a GPU server sizes its own).")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs (CPU sockets) one server spans.")
+    start_timeout_s: float = Field(300, gt=0, description="Longest wait for the server to become ready.")
+    request_timeout_s: float = Field(300, gt=0, description="Longest wait for one reply.")
+    extra_args: list[str] = Field([], description="More arguments for sglang.launch_server, as words.")
+    env: dict[str, str] = Field({}, description="More environment variables for the server.")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> "RolloutConfig":
+        if self.engine == "recorded" and self.recorded_dir is None:
+            raise ValueError("engine 'recorded' needs recorded_dir, the rollouts/ folder of an earlier run")
+        if self.engine == "sglang" and self.recorded_dir is not None:
+            raise ValueError("recorded_dir is read only by engine 'recorded'; remove it or set engine")
+        return self
+
+
+class ParallelConfig(Section):
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int = Field(1, ge=1)
+
+    @property
+    def min_world_size(self) -> int:
+        """The smallest number of processes this layout runs on."""
+        expert = self.expert_parallel_size * self.expert_tensor_parallel_size
+        unit = self.tensor_parallel_size * -(-expert // self.tensor_parallel_size)
+        return unit * self.pipeline_parallel_size
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuses a number of processes that this layout does not divide.
+
+        Raises:
+            UserError: names the sizes and what would fit.
+        """
+        for name, size in {
+            "tensor_parallel_size x pipeline_parallel_size": self.tensor_parallel_size * self.pipeline_parallel_size,
+            "expert_parallel_size x expert_tensor_parallel_size x pipeline_parallel_size": (
+                self.expert_parallel_size * self.expert_tensor_parallel_size * self.pipeline_parallel_size
+            ),
+        }.items():
+            if world_size % size:
+                raise UserError(
+                    f"{world_size} processes do not fit this layout: {name} is {size}, so the number of processes must be a multiple of {size}."
+                )
+
+
+class TrainConfig(Section):
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Parameters and activations of the trainer; the optimizer keeps float32 masters.")
+    tokens_per_micro_batch: int = Field(16384, ge=1, description="Token budget of one packed micro-batch; a longer sequence gets one of its own.")
+    minibatches_per_rollout: int = Field(1, ge=1, description="Optimizer steps one pass over a rollout batch is cut into.")
+    epochs: int = Field(1, ge=1, description="Passes over each rollout batch.")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
+    logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits turned into log-probs at a time.")
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-6, ge=0, description="Constant learning rate of RL.")
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
+
+
+class AdvantageConfig(Section):
+    method: Literal["group_mean", "group_mean_std"] = Field("group_mean_std", description="Reward minus its group's mean, divided by the group's std or not.")
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on `data.train` before RL, for a model that cannot solve anything yet."""
+
+    max_steps: int = Field(0, ge=0, description="Most supervised steps; 0 turns the warm start off.")
+    target_accuracy: float = Field(0.15, gt=0, lt=1, description="Stop when this share of held-out problems is solved greedily.")
+    check_every: int = Field(10, ge=1, description="Steps between checks of the share solved.")
+    batch_size: int = Field(64, ge=1, description="Problems per step.")
+    lr: float = Field(1e-3, gt=0)
+
+
+class EvaluationConfig(Section):
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    problems: int = Field(200, ge=1, description="Held-out problems, the first ones of data.eval.")
+
+
+class PreflightConfig(Section):
+    """Before step 1 the trainer scores the server's own tokens; a different model is refused."""
+
+    enabled: bool = True
+    prompts: int = Field(16, ge=1, description="Prompts sampled for the comparison.")
+    max_mean_abs_diff: float | None = Field(None, gt=0, description="Largest mean |difference of log-probs|; by default 0.001 for a float32 server and 0.15 for others.")
+
+
+class Config(Section):
+    """A whole run. `megatron-tim train --config F.yaml run.steps=10 correction.method=tis`."""
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    preflight: PreflightConfig = PreflightConfig()
+
+    @model_validator(mode="after")
+    def _minibatches_fit(self) -> "Config":
+        if self.train.minibatches_per_rollout > self.rollout.prompts_per_step:
+            raise ValueError(
+                f"train.minibatches_per_rollout ({self.train.minibatches_per_rollout}) is larger than rollout.prompts_per_step"
+                f" ({self.rollout.prompts_per_step}): a minibatch holds whole groups, so at least one prompt each"
+            )
+        return self
+
+
+def load_config(path: Path | str, overrides: list[str] = ()) -> Config:
+    """Reads a YAML file and applies ``section.key=value`` overrides (values are YAML).
+
+    Raises:
+        UserError: one sentence with the key, the value and what is allowed.
+    """
+    path = Path(path)
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_describe(error)}") from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as YAML."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist; the recipes are in configs/.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}.") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"config file {path} must hold sections such as `run:` and `model:`, found {type(tree).__name__}.")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"'{override}' is not an override; write section.key=value, e.g. run.steps=10.")
+    *sections, leaf = key.split(".")
+    for depth, section in enumerate(sections):
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"'{override}': {'.'.join(sections[: depth + 1])} is a value, not a section.")
+    try:
+        tree[leaf] = _number_like(yaml.safe_load(value))
+    except yaml.YAMLError:
+        raise UserError(f"'{override}': the value is not valid YAML; quote it.") from None
+
+
+def _number_like(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 as text; a config means the number."""
+    if isinstance(value, str):
+        try:
+            return float(value) if "e" in value.lower() else value
+        except ValueError:
+            return value
+    return value
+
+
+def _describe(error: ValidationError) -> str:
+    """The first problem as a sentence: key, value, what is allowed."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key '{key}'{_suggestion(problem['loc'])}{more}."
+    if problem["type"] == "missing":
+        return f"key '{key}' is missing{more}."
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    if problem["type"] == "value_error":
+        return f"{key + ': ' if key else ''}{message}{more}."
+    return f"{key} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}{more}."
+
+
+def _suggestion(location: tuple[Any, ...]) -> str:
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation if part in section.model_fields else section
+    known = list(section.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known keys here: {', '.join(known)}"
