@@ -1,0 +1,50 @@
+"""What a correction and a policy loss can be told; every value is checked when the object is made."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class CorrectionConfig(BaseModel):
+    """How a token's weight follows from the mismatch ratio k = p / q (p: train probability, q: rollout probability).
+
+    Raises:
+        ValueError: (pydantic's ValidationError) an unknown key, or a value outside its range; both are named.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    method: Literal["cis", "tis", "none"] = Field(
+        "cis",
+        description="cis: min(k, 1 + lam * max(1 - p, kappa)). tis: min(k, cap). none: 1.",
+    )
+    lam: float = Field(2.3, ge=0, description="cis: the log-odds displacement is capped at log(1 + lam).")
+    kappa: float = Field(5e-3, ge=0, le=1, description="cis: smallest 1 - p in the cap, so that sure tokens keep room for rounding.")
+    cap: float = Field(2.0, gt=0, description="tis: the largest weight C.")
+    mode: Literal["recompute", "bypass"] = Field(
+        "recompute",
+        description=(
+            "recompute: a forward pass before the first minibatch gives the old policy's log-probs, the ratio is r = pi_theta / pi_old"
+            " and the weights are fixed for the rollout batch. bypass: no such pass, pi_old is the rollout policy; ppo then takes no"
+            " token weight, since r holds the mismatch, and reinforce forms its weights from the current policy in each micro-batch."
+        ),
+    )
+
+
+class LossConfig(BaseModel):
+    """The policy loss of one token.
+
+    Raises:
+        ValueError: (pydantic's ValidationError) an unknown key, or a value outside its range; both are named.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    name: Literal["reinforce", "ppo"] = Field(
+        "reinforce", description="reinforce: -A * w * log pi. ppo: -w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."
+    )
+    clip_low: float = Field(0.2, ge=0, le=1, description="ppo: r is clipped below at 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="ppo: r is clipped above at 1 + clip_high.")
+    entropy_coeff: float = Field(0.0, ge=0, description="Entropy bonus: entropy_coeff * entropy is subtracted from the loss, unweighted.")
