@@ -1,0 +1,1 @@
+"""Measurements of the mismatch, and reports that people can look at."""

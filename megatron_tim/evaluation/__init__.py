@@ -1,0 +1,1 @@
+"""Benchmarks and the verifiers that decide whether a response is right."""
