@@ -1,0 +1,216 @@
+"""A Hugging Face ``config.json`` read into the shape of a model, and turned into Megatron's configuration."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_tim.config import ParallelConfig, TrainConfig
+from megatron_tim.errors import UserError
+
+_TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the trainer needs to know of a Qwen3-MoE model; names follow its ``config.json``."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dense_layers: tuple[int, ...]
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """0-based numbers of the layers that route tokens to experts."""
+        return tuple(i for i in range(self.num_hidden_layers) if i not in self.dense_layers)
+
+
+def read_architecture(hf_path: Path) -> Architecture:
+    """Reads ``hf_path/config.json``.
+
+    Raises:
+        UserError: the folder or file is missing, or the model is not one that is supported.
+    """
+    path = Path(hf_path) / "config.json"
+    raw = _read_json(Path(hf_path), path)
+    if raw.get("model_type") != "qwen3_moe":
+        raise UserError(f"{path}: model_type is {raw.get('model_type')!r}; supported: 'qwen3_moe'.")
+    _refuse_unsupported(path, raw)
+    try:
+        experts = raw.get("num_experts", raw.get("num_local_experts"))
+        if experts is None:
+            raise KeyError("num_experts")
+        layers, step = raw["num_hidden_layers"], raw.get("decoder_sparse_step", 1)
+        dense = set(raw.get("mlp_only_layers") or []) | {i for i in range(layers) if (i + 1) % step}
+        return Architecture(
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            num_hidden_layers=layers,
+            num_attention_heads=raw["num_attention_heads"],
+            num_key_value_heads=raw["num_key_value_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            num_experts=experts,
+            num_experts_per_tok=raw["num_experts_per_tok"],
+            moe_intermediate_size=raw["moe_intermediate_size"],
+            intermediate_size=raw["intermediate_size"],
+            norm_topk_prob=raw["norm_topk_prob"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_theta=_rope_theta(path, raw),
+            max_position_embeddings=raw["max_position_embeddings"],
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            dense_layers=tuple(sorted(dense)),
+        )
+    except KeyError as error:
+        raise UserError(f"{path}: key {error} is missing; a Qwen3-MoE config.json has it.") from None
+
+
+def transformer_config(arch: Architecture, parallel: ParallelConfig, train: TrainConfig) -> TransformerConfig:
+    """Megatron's configuration of ``arch`` at a layout, with every fusion that changes bits or needs a GPU off."""
+    check_layout(arch, parallel)
+    dtype = _TORCH_DTYPE[train.dtype]
+    return TransformerConfig(
+        num_layers=arch.num_hidden_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.rms_norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        **_moe_settings(arch),
+        **_parallel_settings(parallel, dtype),
+        **_recompute_settings(train),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
+    """Refuses a layout that does not divide the model, naming the key and the numbers.
+
+    Raises:
+        UserError: what does not divide what.
+    """
+    tensor, pipeline, expert = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.expert_parallel_size
+    for key, size, what, number in (
+        ("expert_parallel_size", expert, "experts", arch.num_experts),
+        ("pipeline_parallel_size", pipeline, "layers", arch.num_hidden_layers),
+        ("tensor_parallel_size", tensor, "attention heads", arch.num_attention_heads),
+        ("tensor_parallel_size", tensor, "key-value heads", arch.num_key_value_heads),
+        ("tensor_parallel_size", tensor, "vocabulary entries", arch.vocab_size),
+        ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size, "expert hidden units", arch.moe_intermediate_size),
+    ):
+        if number % size:
+            divisors = [d for d in range(1, number + 1) if number % d == 0][:8]
+            raise UserError(
+                f"parallel.{key} = {size} does not divide the model's {number} {what}; choose one of {', '.join(map(str, divisors))}."
+            )
+    if tensor > 1 and expert == 1 and parallel.expert_tensor_parallel_size == 1:
+        raise UserError(
+            f"parallel.tensor_parallel_size = {tensor} with expert_parallel_size = expert_tensor_parallel_size = 1 gives wrong expert"
+            f" gradients in megatron-core 0.16; set expert_tensor_parallel_size or expert_parallel_size to {tensor}."
+        )
+
+
+def _moe_settings(arch: Architecture) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=arch.num_experts,
+        moe_layer_freq=[int(i not in arch.dense_layers) for i in range(arch.num_hidden_layers)],
+        moe_router_topk=arch.num_experts_per_tok,
+        moe_ffn_hidden_size=arch.moe_intermediate_size,
+        # Top-k before softmax equals renormalising the k probabilities (norm_topk_prob).
+        moe_router_pre_softmax=not arch.norm_topk_prob,
+        moe_router_dtype="fp32",
+        # RL keeps the router's gradient free of balancing terms.
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,
+    )
+
+
+def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        expert_model_parallel_size=parallel.expert_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        # Megatron requires sequence parallelism for MoE layers under tensor parallelism.
+        sequence_parallel=parallel.tensor_parallel_size > 1,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        # Packed micro-batches differ in length; stages exchange the shape first.
+        variable_seq_lengths=parallel.pipeline_parallel_size > 1,
+    )
+
+
+def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
+    if train.recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if train.recompute == "selective":
+        return dict(recompute_granularity="selective", recompute_modules=["moe"])
+    return {}
+
+
+def _read_json(folder: Path, path: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise UserError(f"model folder {folder} does not exist; set model.hf_path to a folder with config.json and safetensors.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"model folder {folder} has no config.json; set model.hf_path to a Hugging Face model folder.") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold a JSON object.")
+    return raw
+
+
+def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
+    for key, allowed in {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False, None)}.items():
+        value = raw.get(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{path}: {key} = {value!r} is not supported; allowed: {allowed[0]!r}.")
+
+
+def _rope_theta(path: Path, raw: dict[str, Any]) -> float:
+    """The RoPE base, from ``rope_parameters`` (transformers 5) or ``rope_theta``; scaled RoPE is refused."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"{path}: RoPE of type {kind!r} is not supported; allowed: 'default'.")
+    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
