@@ -48,3 +48,17 @@ class LossConfig(BaseModel):
     clip_low: float = Field(0.2, ge=0, le=1, description="ppo: r is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.28, ge=0, description="ppo: r is clipped above at 1 + clip_high.")
     entropy_coeff: float = Field(0.0, ge=0, description="Entropy bonus: entropy_coeff * entropy is subtracted from the loss, unweighted.")
+
+
+def check_combination(correction: CorrectionConfig, loss: LossConfig) -> None:
+    """Refuses a method that the mode and the loss would leave without effect.
+
+    Raises:
+        ValueError: names the three keys and what to change.
+    """
+    if correction.mode == "bypass" and loss.name == "ppo" and correction.method != "none":
+        raise ValueError(
+            f"correction.method = '{correction.method}' has no effect with correction.mode = 'bypass' and loss.name = 'ppo',"
+            " whose ratio pi_theta / pi_rollout already holds the mismatch; set correction.method=none, or loss.name=reinforce,"
+            " or correction.mode=recompute."
+        )

@@ -1,0 +1,49 @@
+"""The quantities a mismatch is measured by: the ratio k, the log-odds displacement eps, and the room 1 - p.
+
+Every function takes log-probs of the sampled tokens, works element by element in the dtype it is given, and
+holds for probabilities that are 0 or that round to 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# exp(20) = 4.9e8. Ratios are held between exp(-20) and exp(20) in losses and metrics, verl's bound, so that a
+# single absurd token cannot turn a sum into inf.
+LOG_RATIO_BOUND = 20.0
+
+
+def mismatch_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """k = p / q = exp(logp_train - logp_rollout), the only definition of the ratio in the package.
+
+    Args:
+        train_logprobs: any shape, floating point: log p under the training engine.
+        rollout_logprobs: same shape: log q as the rollout engine recorded it.
+    """
+    return torch.exp(train_logprobs - rollout_logprobs)
+
+
+def bounded_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(logprobs - reference), held between exp(-20) and exp(20): finite for every finite input."""
+    return torch.exp((logprobs - reference_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def one_minus_p(logprobs: Tensor) -> Tensor:
+    """1 - p without the cancellation of the plain formula; 0 where rounding made a log-prob positive."""
+    return (-torch.expm1(logprobs)).clamp(min=0)
+
+
+def log_odds(logprobs: Tensor) -> Tensor:
+    """logit(p) = log p - log(1 - p); +inf at p = 1 and -inf at p = 0."""
+    return logprobs - torch.log(one_minus_p(logprobs))
+
+
+def displacement(train_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """eps = logit(p) - logit(q), so that k = p + (1 - p) e^eps (Lemma 3.1 of the CIS paper, arXiv 2609.32444).
+
+    Equal log-probs give exactly 0, also where both engines rounded to p = 1 or p = 0; otherwise a
+    probability of exactly 1 or 0 on one side gives an infinite eps.
+    """
+    eps = log_odds(train_logprobs) - log_odds(rollout_logprobs)
+    return torch.where(train_logprobs == rollout_logprobs, torch.zeros_like(eps), eps)

@@ -1,0 +1,19 @@
+"""Sums over each sequence, for padded and packed batches alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_sum(values: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The sum over each sequence, float64 ``[B]`` or ``[N]``.
+
+    Args:
+        values: padded ``[B, T]`` with 0 on the padding, or packed ``[T]``.
+        cu_seqlens: None for padded; for packed the ``[N + 1]`` starts of the sequences, ending in T.
+    """
+    if cu_seqlens is None:
+        return values.sum(dim=-1, dtype=torch.float64)
+    # The offsets were checked with the other inputs; the safe variant would check them again and wait for the GPU.
+    return torch.segment_reduce(values.double(), "sum", offsets=cu_seqlens.long(), axis=0, unsafe=True)
