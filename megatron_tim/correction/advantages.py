@@ -45,7 +45,7 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _, member, size = torch.unique(groups, return_inverse=True, return_counts=True)
     rewards = rewards.double()
     # Taking the smallest of the group off first makes equal rewards exactly 0; the rounding of their mean would not.
-    smallest = rewards.new_full(size.shape, torch.inf).index_reduce(0, member, rewards, "amin")
+    smallest = rewards.new_full(size.shape, torch.inf).scatter_reduce(0, member, rewards, "amin")
     above = rewards - smallest[member]
     means = above.new_zeros(size.shape).index_add(0, member, above) / size
     return above - means[member], member, size
