@@ -7,9 +7,19 @@ chunk's logits, which nothing reads afterwards: the linear layer that made them 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class TokenScores(NamedTuple):
+    """Per token ``[n]``: log-prob and entropy in nats, and whether no token of the vocabulary is more likely (bool)."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    is_top: Tensor
 
 
 def token_logprobs(
@@ -20,7 +30,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
     group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> TokenScores:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, for chosen rows.
 
     The temperature divides the logits (a log-prob cannot be divided by it). Softmax and sums are in
@@ -35,9 +45,6 @@ def token_logprobs(
         chunk_tokens: rows in float32 at a time.
         group: ranks that share the vocabulary, in order of their slices; None for one rank.
 
-    Returns:
-        (logprobs, entropy), each ``[n]`` in nats.
-
     Raises:
         ValueError: the temperature or chunk size is not positive, or shapes do not agree.
     """
@@ -50,13 +57,14 @@ def token_logprobs(
             f"expected logits [tokens, vocab] and rows, targets of one shape [n], got logits {tuple(logits.shape)},"
             f" rows {tuple(rows.shape)}, targets {tuple(targets.shape)}"
         )
-    return _TokenLogprobs.apply(logits, rows, targets, temperature, chunk_tokens, group)
+    return TokenScores(*_TokenLogprobs.apply(logits, rows, targets, temperature, chunk_tokens, group))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, rows, targets, temperature, chunk_tokens, group):
         logprobs, entropy, log_z = (logits.new_empty(len(rows), dtype=_wide(logits.dtype)) for _ in range(3))
+        is_top = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
         for chunk in _chunks(len(rows), chunk_tokens):
             x = _scaled(logits, rows[chunk], temperature)
             peak = _all_reduce(x.amax(-1), dist.ReduceOp.MAX, group)
@@ -65,15 +73,17 @@ class _TokenLogprobs(torch.autograd.Function):
             weight = x.exp()
             total = torch.stack([weight.sum(-1), _weighted_sum(weight, x)])
             z, weighted = _all_reduce(total, dist.ReduceOp.SUM, group)
+            is_top[chunk] = chosen == 0  # its logit is the peak
             logprobs[chunk] = chosen - z.log()
             entropy[chunk] = z.log() - weighted / z
             log_z[chunk] = peak + z.log()
         ctx.save_for_backward(logits, rows, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_tokens, ctx.group = temperature, chunk_tokens, group
-        return logprobs, entropy
+        ctx.mark_non_differentiable(is_top)
+        return logprobs, entropy, is_top
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
+    def backward(ctx, grad_logprobs, grad_entropy, _):
         logits, rows, targets, log_z, entropy = ctx.saved_tensors
         for chunk in _chunks(len(rows), ctx.chunk_tokens):
             logp = _scaled(logits, rows[chunk], ctx.temperature).sub_(log_z[chunk, None])

@@ -25,22 +25,26 @@ from megatron_tim.config import OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_tim.megatron import platform
 from megatron_tim.megatron.architecture import read_architecture, transformer_config
 from megatron_tim.megatron.hf_weights import load_hf_weights, save_hf
-from megatron_tim.megatron.logprobs import token_logprobs
+from megatron_tim.megatron.logprobs import TokenScores, token_logprobs
 from megatron_tim.megatron.model import build_model, initialize_parallel
 from megatron_tim.megatron.packing import MicroBatch, Sample, pack, plan_micro_batches
 from megatron_tim.megatron.routing import RoutingRecorder
 from megatron_tim.megatron.schedule import run_schedule
 
-# (micro-batch, logprobs [n], entropy [n]) -> (sum to minimise, anything that is wanted back).
-Objective = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, Any]]
+# (micro-batch, scores of its tokens) -> (sum to minimise, anything that is wanted back).
+Objective = Callable[[MicroBatch, TokenScores], tuple[Tensor, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Log-probs and entropies (float32, nats) of all scored tokens, samples end to end; routes if asked for."""
+    """Of all scored tokens, samples end to end: log-prob and entropy (float32, nats), whether it is the most likely token.
+
+    ``routes`` are the experts of each sample, ``[P + R - 1, moe_layers, topk]`` ascending, if asked for.
+    """
 
     logprobs: Tensor
     entropy: Tensor
+    is_top: Tensor
     routes: list[np.ndarray] | None
 
 
@@ -102,8 +106,7 @@ class MegatronTrainer:
         self._set_training(False)
 
         def on_logits(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            logprobs, entropy = self._token_logprobs(batch, logits, temperature)
-            return logits.new_zeros(()), (batch, logprobs, entropy)
+            return logits.new_zeros(()), (batch, self._token_logprobs(batch, logits, temperature))
 
         with recorder.attached(self.chunks) if recorder else nullcontext():
             results = run_schedule(
@@ -113,8 +116,9 @@ class MegatronTrainer:
                 forward_only=True,
                 after_forward=(lambda batch: recorder.after_forward(batch, samples)) if recorder else None,
             )
-        logprobs, entropy = self._assemble(samples, results)
-        return Scores(logprobs, entropy, recorder.gathered(samples, self.arch.moe_layers) if recorder else None)
+        logprobs, entropy, is_top = self._assemble(samples, results)
+        routes = recorder.gathered(samples, self.arch.moe_layers) if recorder else None
+        return Scores(logprobs, entropy, is_top > 0, routes)
 
     def gradients(self, samples: list[Sample], objective: Objective, denominator: float, temperature: float = 1.0) -> list[Any]:
         """Forward and backward: leaves the gradient of (sum of the objective over all ranks) / ``denominator``.
@@ -130,7 +134,7 @@ class MegatronTrainer:
             self.optimizer.zero_grad()
 
         def on_logits(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Any]:
-            loss_sum, result = objective(batch, *self._token_logprobs(batch, logits, temperature))
+            loss_sum, result = objective(batch, self._token_logprobs(batch, logits, temperature))
             return loss_sum / denominator, result
 
         results = run_schedule(self.chunks, self._micro_batches(samples), on_logits, forward_only=False)
@@ -159,7 +163,7 @@ class MegatronTrainer:
         mine = plan[parallel_state.get_data_parallel_rank()]
         return [pack(samples, indices, platform.device(), shards) for indices in mine]
 
-    def _token_logprobs(self, batch: MicroBatch, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _token_logprobs(self, batch: MicroBatch, logits: Tensor, temperature: float) -> TokenScores:
         return token_logprobs(
             logits,
             batch.rows,
@@ -169,17 +173,17 @@ class MegatronTrainer:
             group=parallel_state.get_tensor_model_parallel_group(),
         )
 
-    def _assemble(self, samples: list[Sample], results: list[tuple[MicroBatch, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Puts the scored tokens of all ranks in the samples' order: each is nonzero on one rank, so a sum is exact."""
+    def _assemble(self, samples: list[Sample], results: list[tuple[MicroBatch, TokenScores]]) -> Tensor:
+        """``[3, tokens]``: every rank's scores in the samples' order. Each is nonzero on one rank, so the sum is exact."""
         ends = np.cumsum([s.response_length for s in samples])
-        flat = torch.zeros(2, int(ends[-1]) if len(ends) else 0, dtype=torch.float32, device=platform.device())
+        flat = torch.zeros(3, int(ends[-1]) if len(ends) else 0, dtype=torch.float32, device=platform.device())
         if parallel_state.get_tensor_model_parallel_rank() == 0:
-            for batch, logprobs, entropy in results:
-                for number, index in enumerate(batch.indices):
-                    here = slice(batch.cu_seqlens[number], batch.cu_seqlens[number + 1])
-                    flat[:, ends[index] - samples[index].response_length : ends[index]] = torch.stack([logprobs[here], entropy[here]])
+            for batch, scores in results:
+                packed, bounds = torch.stack([x.float() for x in scores]), batch.cu_seqlens.tolist()
+                for index, start, stop in zip(batch.indices, bounds[:-1], bounds[1:], strict=True):
+                    flat[:, ends[index] - samples[index].response_length : ends[index]] = packed[:, start:stop]
         dist.all_reduce(flat)
-        return flat[0].cpu(), flat[1].cpu()
+        return flat.cpu()
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

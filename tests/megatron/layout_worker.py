@@ -26,9 +26,9 @@ def parse(layout: str) -> tuple[ParallelConfig, TrainConfig]:
     return parallel, TrainConfig(dtype="float32", tokens_per_micro_batch=int(budget), recompute=recompute, logprob_chunk_tokens=7)
 
 
-def objective(batch, logprobs, entropy):
+def objective(batch, scores):
     """A sum over tokens in which every sequence and token counts differently."""
-    loss = -(batch.fields["advantages"] * logprobs).sum() - 0.1 * entropy.sum()
+    loss = -(batch.fields["advantages"] * scores.logprobs).sum() - 0.1 * scores.entropy.sum()
     return loss, float(loss.detach())
 
 
@@ -43,6 +43,7 @@ def facts(trainer: MegatronTrainer, samples: list[Sample], out: Path) -> dict:
     return {
         "logprobs": scores.logprobs,
         "entropy": scores.entropy,
+        "is_top": scores.is_top,
         "routes": scores.routes,
         "loss": loss / tokens,
         "gradients": {name: grad for part in parts for name, grad in part.items()},

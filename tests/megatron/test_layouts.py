@@ -52,7 +52,7 @@ def hf_facts(hf_path, samples):
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(hf_path, dtype=torch.float32, attn_implementation="eager")
-    logprobs, entropies, routes, loss = [], [], [], 0.0
+    logprobs, entropies, tops, routes, loss = [], [], [], [], 0.0
     for sample in samples:
         tokens, prompt = sample["tokens"], sample["prompt_length"]
         out = model(tokens[None], output_router_logits=True)
@@ -61,6 +61,7 @@ def hf_facts(hf_path, samples):
         entropy = -(logp.exp() * logp).sum(-1)
         loss = loss - (sample["fields"]["advantages"] * chosen).sum() - 0.1 * entropy.sum()
         logprobs.append(chosen.detach())
+        tops.append(logp.argmax(-1) == tokens[prompt:])
         entropies.append(entropy.detach())
         topk = torch.stack([r.topk(model.config.num_experts_per_tok).indices.sort().values for r in out.router_logits], 1)
         routes.append(topk[: len(tokens) - 1].numpy())
@@ -69,6 +70,7 @@ def hf_facts(hf_path, samples):
     return {
         "logprobs": torch.cat(logprobs),
         "entropy": torch.cat(entropies),
+        "is_top": torch.cat(tops),
         "routes": routes,
         "loss": (loss / total).item(),
         "gradients": per_expert_gradients(model),
@@ -103,6 +105,7 @@ def test_logprobs_routes_loss_and_gradients_equal_transformers(results, referenc
     for layout, got in results[1]:
         assert (got["logprobs"] - expected["logprobs"]).abs().max() < 1e-4, layout
         assert (got["entropy"] - expected["entropy"]).abs().max() < 1e-4, layout
+        assert torch.equal(got["is_top"], expected["is_top"]), layout
         assert abs(got["loss"] - expected["loss"]) < 1e-5, layout
         for mine, theirs in zip(got["routes"], expected["routes"], strict=True):
             np.testing.assert_array_equal(mine, theirs, err_msg=layout)

@@ -1,0 +1,91 @@
+"""Checkpoints of the trainer: complete or absent, newest kept, exact to continue from.
+
+A checkpoint is a folder ``step_000010`` with Megatron's distributed checkpoint and a ``state.json``
+of the run's own state. It is written under another name and renamed when complete, so a kill at any
+moment leaves the previous ones usable.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_tim.errors import UserError, writing
+from megatron_tim.megatron.trainer import MegatronTrainer
+
+_NAME = re.compile(r"step_(\d{6,})")
+_STATE = "state.json"
+
+
+def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Saves weights, optimizer and ``state`` (JSON-able) as ``folder/step_N`` and deletes all but the newest ``keep``. Collective.
+
+    Raises:
+        UserError: the folder cannot be written; earlier checkpoints are untouched.
+    """
+    target = folder / f"step_{step:06d}"
+    partial = target.with_name(target.name + ".partial")
+    with writing(target):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(partial))
+        if dist.get_rank() == 0:
+            (partial / _STATE).write_text(json.dumps(state | {"step": step}), encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            _prune(folder, keep)
+        dist.barrier()
+    return target
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``, or None."""
+    complete = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / _STATE).is_file()]
+    return max(complete, key=lambda path: int(_NAME.fullmatch(path.name)[1]), default=None)
+
+
+def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
+    """Restores weights and optimizer (which must exist) from ``path`` and returns the saved ``state``. Collective.
+
+    Raises:
+        UserError: the checkpoint is damaged or of another model.
+    """
+    try:
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))
+    except Exception as error:  # torch, json and Megatron report damage in types of their own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"checkpoint {path} cannot be loaded ({reason[0]}); delete it to continue from the one before.") from error
+    for number, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    if trainer.optimizer is not None:
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
+    torch.set_rng_state(loaded["rng"]["cpu"])
+    return state
+
+
+def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:
+    models = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
+    state: dict[str, Any] = dict(models)
+    if trainer.optimizer is not None:
+        parameters = models["model0"] if len(models) == 1 else models
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(parameters, is_loading=is_loading)
+    state["rng"] = {"cpu": torch.get_rng_state()}
+    return state
+
+
+def _prune(folder: Path, keep: int) -> None:
+    complete = sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    for path in complete[:-keep]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("step_*.partial"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,57 @@
+"""Work that one rank does for all, without leaving the others waiting when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_tim.errors import UserError
+from megatron_tim.megatron import platform
+
+_OK, _USER_ERROR, _ERROR = range(3)
+
+
+def is_main() -> bool:
+    """Whether this is the rank that talks to the engine and writes the run directory."""
+    return dist.get_rank() == 0
+
+
+def on_main(work: Callable[[], bytes | None]) -> bytes:
+    """Runs ``work`` on rank 0 and returns its bytes on every rank.
+
+    Raises:
+        UserError: on every rank when ``work`` raised one on rank 0.
+        RuntimeError: on the other ranks when ``work`` raised anything else (rank 0 raises that).
+    """
+    status, payload, failure = _OK, b"", None
+    if is_main():
+        try:
+            payload = work() or b""
+        except UserError as error:
+            status, payload, failure = _USER_ERROR, str(error).encode(), error
+        except BaseException as error:
+            status, payload, failure = _ERROR, repr(error).encode(), error
+    status, payload = _broadcast(status, payload)
+    if failure is not None:
+        raise failure
+    if status == _USER_ERROR:
+        raise UserError(payload.decode())
+    if status == _ERROR:
+        raise RuntimeError(f"rank 0 failed: {payload.decode()}")
+    return payload
+
+
+def _broadcast(status: int, payload: bytes) -> tuple[int, bytes]:
+    """Plain bytes, not pickled objects, from rank 0 to all."""
+    if dist.get_world_size() == 1:
+        return status, payload
+    header = torch.tensor([status, len(payload)], dtype=torch.int64, device=platform.device())
+    dist.broadcast(header, src=0)
+    status, size = header.tolist()
+    body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8).to(platform.device())
+    if not is_main():
+        body = torch.empty(max(size, 1), dtype=torch.uint8, device=platform.device())
+    dist.broadcast(body, src=0)
+    return status, body.cpu().numpy().tobytes()[:size]
