@@ -49,9 +49,10 @@ def token_objective(
     Raises:
         ValueError: an input that the mode needs is missing or has no meaning in it, or has a wrong shape or dtype.
     """
-    _check_inputs(entropy, old_logprobs, weights, correction, loss)
-    tensors = {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs, "advantages": advantages, "weights": weights}
-    check_token_tensors("logprobs", logprobs=logprobs, entropy=entropy, mask=mask, **tensors)
+    optional = {"entropy": entropy, "old_logprobs": old_logprobs, "weights": weights}
+    _check_presence(optional, correction, loss)
+    given = {name: values for name, values in optional.items() if values is not None}
+    check_token_tensors("logprobs", logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask, **given)
     bypass = correction.mode == "bypass"
     valid = finite_tokens(mask, logprobs, rollout_logprobs, *(() if bypass else (old_logprobs,)))
     logprobs = _zero_outside(valid, logprobs)
@@ -81,15 +82,13 @@ def _zero_outside(valid: Tensor, values: Tensor) -> Tensor:
     return torch.where(valid, values.to(torch.promote_types(values.dtype, torch.float32)), 0)
 
 
-def _check_inputs(
-    entropy: Tensor | None, old_logprobs: Tensor | None, weights: Tensor | None, correction: CorrectionConfig, loss: LossConfig
-) -> None:
+def _check_presence(optional: dict[str, Tensor | None], correction: CorrectionConfig, loss: LossConfig) -> None:
     """Each mode takes its own inputs: weights both given and formed here, or neither, would be a silent error."""
     check_combination(correction, loss)
-    for name, value in {"old_logprobs": old_logprobs, "weights": weights}.items():
-        if correction.mode == "recompute" and value is None:
+    for name in ("old_logprobs", "weights"):
+        if correction.mode == "recompute" and optional[name] is None:
             raise ValueError(f"{name} is None; recompute mode needs the {name} of the old policy, one for each token.")
-        if correction.mode == "bypass" and value is not None:
+        if correction.mode == "bypass" and optional[name] is not None:
             raise ValueError(f"{name} is given; in bypass mode there is no old policy and it must be None.")
-    if entropy is None and loss.entropy_coeff > 0:
+    if optional["entropy"] is None and loss.entropy_coeff > 0:
         raise ValueError(f"entropy is None; loss.entropy_coeff = {loss.entropy_coeff:g} needs it.")

@@ -51,16 +51,11 @@ def objective_metrics(
     Raises:
         ValueError: a wrong shape, dtype or device; names the argument and the value.
     """
-    check_token_tensors(
-        "current_logprobs",
-        current_logprobs=current_logprobs,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        mask=mask,
-    )
     bypass = old_logprobs is None
-    valid = finite_tokens(mask, current_logprobs, rollout_logprobs, *(() if bypass else (old_logprobs,)))
+    old_given = {} if bypass else {"old_logprobs": old_logprobs}
+    given = {"rollout_logprobs": rollout_logprobs, "advantages": advantages, **old_given}
+    check_token_tensors("current_logprobs", current_logprobs=current_logprobs, mask=mask, **given)
+    valid = finite_tokens(mask, current_logprobs, rollout_logprobs, *old_given.values())
     current = torch.where(valid, current_logprobs.double(), 0)
     rollout = torch.where(valid, rollout_logprobs.double(), 0)
     old = None if bypass else torch.where(valid, old_logprobs.double(), 0)

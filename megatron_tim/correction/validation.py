@@ -17,8 +17,8 @@ def finite_tokens(mask: Tensor, *logprobs: Tensor) -> Tensor:
     return mask
 
 
-def check_token_tensors(like: str, **tensors: Tensor | None) -> None:
-    """Requires floating-point tensors with the shape and device of the one called ``like``; None is passed over.
+def check_token_tensors(like: str, **tensors: Tensor) -> None:
+    """Requires floating-point tensors with the shape and device of the one called ``like``, the first of them.
 
     Reads only metadata, so that it can run in every micro-batch. A tensor named ``mask`` must be bool instead.
 
@@ -27,8 +27,6 @@ def check_token_tensors(like: str, **tensors: Tensor | None) -> None:
     """
     model = tensors[like]
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor.")
         if name == "mask" and tensor.dtype != torch.bool:

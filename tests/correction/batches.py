@@ -1,0 +1,69 @@
+"""Ragged batches for the tests, in both layouts, with rubbish wherever the mask is False."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+# Reproducible, and no deadline: the first call of a torch operator can take long.
+examples = settings(deadline=None, derandomize=True, max_examples=60)
+
+RUBBISH = (math.nan, math.inf, -math.inf, 7.0)
+log_probability = st.one_of(st.floats(-12, -1e-7), st.floats(-1e-3, 0), st.just(0.0))
+ratio_logs = st.one_of(st.floats(-0.5, 0.5), st.floats(-6, 6))
+
+
+@dataclass
+class Token:
+    train: float
+    rollout: float
+    sampled: bool
+    current: float = 0.0
+    advantage: float = 0.0
+
+
+@st.composite
+def tokens(draw: st.DrawFn, broken: bool = True) -> Token:
+    """One token; with ``broken``, sometimes a sampled one whose log-prob is not finite."""
+    train = draw(log_probability)
+    rollout = min(0.0, train - draw(ratio_logs))
+    current = min(0.0, train + draw(st.floats(-0.6, 0.6)))
+    token = Token(train, rollout, draw(st.integers(0, 4)) > 0, current, draw(st.floats(-3, 3)))
+    if broken and draw(st.integers(0, 9)) == 0:
+        setattr(token, draw(st.sampled_from(["train", "rollout"])), draw(st.sampled_from([math.nan, math.inf, -math.inf])))
+    if not token.sampled:
+        token.train, token.rollout = draw(st.sampled_from(RUBBISH)), draw(st.sampled_from(RUBBISH))
+    return token
+
+
+def sequences(broken: bool = True) -> st.SearchStrategy[list[list[Token]]]:
+    return st.lists(st.lists(tokens(broken), max_size=7), min_size=1, max_size=5)
+
+
+def padded(rows: list[list[Token]], field: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """``[B, T]`` of a field, one column wider than the longest row and with rubbish on the padding."""
+    width = max(map(len, rows)) + 1
+    values = [[getattr(token, field) for token in row] + [RUBBISH[i % 4] for i in range(width - len(row))] for row in rows]
+    return torch.tensor(values, dtype=dtype)
+
+
+def padded_mask(rows: list[list[Token]]) -> Tensor:
+    width = max(map(len, rows)) + 1
+    return torch.tensor([[token.sampled for token in row] + [False] * (width - len(row)) for row in rows])
+
+
+def packed(rows: list[list[Token]], field: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor([getattr(token, field) for row in rows for token in row], dtype=dtype)
+
+
+def packed_mask(rows: list[list[Token]]) -> Tensor:
+    return torch.tensor([token.sampled for row in rows for token in row], dtype=torch.bool)
+
+
+def cu_seqlens(rows: list[list[Token]]) -> Tensor:
+    return torch.tensor([0] + [len(row) for row in rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)

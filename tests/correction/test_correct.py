@@ -1,0 +1,151 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_tim.correction import CorrectionConfig, correct
+from megatron_tim.correction.weights import TOKEN_WEIGHTS
+from tests.correction import reference
+from tests.correction.batches import Token, cu_seqlens, examples, packed, packed_mask, padded, padded_mask, sequences
+
+configs = st.builds(
+    CorrectionConfig,
+    method=st.sampled_from(sorted(TOKEN_WEIGHTS)),
+    lam=st.floats(0, 5),
+    kappa=st.sampled_from([0.0, 5e-3, 0.1]),
+    cap=st.floats(0.3, 4),
+)
+NAN, INF = math.nan, math.inf
+
+
+@examples
+@given(rows=sequences(), config=configs)
+def test_padded_equals_loops(rows: list[list[Token]], config: CorrectionConfig) -> None:
+    out = correct(padded(rows, "train"), padded(rows, "rollout"), padded_mask(rows), config)
+    width = max(map(len, rows)) + 1
+    for index, row in enumerate(rows):
+        check_tokens(out.weights[index, : len(row)], out.keep[index, : len(row)], row, config)
+        assert not out.keep[index, len(row) :].any() and out.weights[index, len(row) :].tolist() == [0] * (width - len(row))
+    check_metrics(out.metrics, rows, config)
+
+
+@examples
+@given(rows=sequences(), config=configs)
+def test_packed_equals_loops(rows: list[list[Token]], config: CorrectionConfig) -> None:
+    out = correct(packed(rows, "train"), packed(rows, "rollout"), packed_mask(rows), config, cu_seqlens(rows))
+    check_tokens(out.weights, out.keep, list(itertools.chain(*rows)), config)
+    check_metrics(out.metrics, rows, config)
+
+
+def check_tokens(weights: torch.Tensor, keep: torch.Tensor, tokens: list[Token], config: CorrectionConfig) -> None:
+    assert keep.tolist() == [reference.is_valid(token) for token in tokens]
+    expected = [reference.weight(token, config) if reference.is_valid(token) else 0.0 for token in tokens]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def check_metrics(metrics: dict[str, float], rows: list[list[Token]], config: CorrectionConfig) -> None:
+    expected = reference.correction_metrics(rows, config)
+    on_the_edge = {"rollout_corr/capped_share", "rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"}
+    assert metrics.keys() == expected.keys()
+    for name in expected.keys() - on_the_edge:
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-7), name
+    tokens = max(1, expected["rollout_corr/tokens"] - expected["rollout_corr/nonfinite_tokens"])
+    edges = sum(near_an_edge(token, config) for row in rows for token in row if reference.is_valid(token))
+    for name in on_the_edge:
+        assert metrics[name] == pytest.approx(expected[name], abs=edges / tokens + 1e-9), name
+
+
+def near_an_edge(token: Token, config: CorrectionConfig) -> bool:
+    """Whether k is so close to a threshold that rounding decides on which side it is."""
+    k = math.exp(token.train - token.rollout)
+    cap = 1 + config.lam * max(1 - math.exp(token.train), config.kappa)
+    return any(abs(k / edge - 1) < 1e-12 for edge in (config.cap, 1 / config.cap, cap, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_fp32_and_computed_in_fp32_or_better(dtype: torch.dtype) -> None:
+    train, rollout = torch.tensor([[-0.3, -1.7]], dtype=dtype), torch.tensor([[-0.31, -1.6]], dtype=dtype)
+    out = correct(train, rollout, torch.ones(1, 2, dtype=torch.bool), CorrectionConfig(method="tis"))
+    assert out.weights.dtype == torch.float32
+    expected = (train.double() - rollout.double()).exp()
+    assert out.weights.tolist()[0] == pytest.approx(expected.tolist()[0], rel=1e-6)
+
+
+def test_one_side_in_fp64_is_not_rounded() -> None:
+    train, rollout = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 1e-10]], dtype=torch.float64)
+    assert correct(train, rollout, torch.tensor([[True]]), CorrectionConfig()).metrics["rollout_corr/kl"] == pytest.approx(-1e-10, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", sorted(TOKEN_WEIGHTS))
+def test_no_gradient_through_weights_or_metrics(method: str) -> None:
+    train = torch.tensor([[-0.3, -1.7]], requires_grad=True)
+    rollout = torch.tensor([[-0.4, -1.5]], requires_grad=True)
+    out = correct(train, rollout, torch.tensor([[True, True]]), CorrectionConfig(method=method))
+    assert not out.weights.requires_grad
+    assert not any(value.requires_grad for value in (*out.sums.sums.values(), *out.sums.maxima.values()))
+
+
+@pytest.mark.parametrize("method", sorted(TOKEN_WEIGHTS))
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("side", ["train", "rollout"])
+def test_non_finite_is_dropped_counted_and_never_weight_1(method: str, bad: float, side: str) -> None:
+    logprobs = {"train": torch.tensor([[-0.3, -0.5, -0.7]]), "rollout": torch.tensor([[-0.3, -0.5, -0.7]])}
+    logprobs[side][0, 1] = bad
+    out = correct(logprobs["train"], logprobs["rollout"], torch.tensor([[True] * 3]), CorrectionConfig(method=method))
+    assert out.weights.tolist() == [[1, 0, 1]] and out.keep.tolist() == [[True, False, True]]
+    assert out.metrics["rollout_corr/tokens"] == 3
+    assert out.metrics["rollout_corr/nonfinite_tokens"] == 1
+    assert out.metrics["rollout_corr/nonfinite_share"] == pytest.approx(1 / 3)
+    assert out.metrics["rollout_corr/rollout_is_mean"] == 1
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_nothing_left_gives_zeros(sampled: bool) -> None:
+    """All dropped, or nothing sampled at all: counts, and 0 for everything else."""
+    train = torch.full((2, 3), NAN)
+    out = correct(train, train, torch.full((2, 3), sampled), CorrectionConfig())
+    expected = {"rollout_corr/tokens": 6, "rollout_corr/nonfinite_tokens": 6, "rollout_corr/nonfinite_share": 1} if sampled else {}
+    assert out.metrics == {name: expected.get(name, 0) for name in out.metrics}
+    assert out.weights.tolist() == [[0] * 3] * 2
+
+
+def test_empty_batches() -> None:
+    for shape, offsets in [((0, 4), None), ((3, 0), None), ((0,), torch.tensor([0])), ((0,), torch.tensor([0, 0]))]:
+        nothing = torch.zeros(shape)
+        out = correct(nothing, nothing, nothing.bool(), CorrectionConfig(), offsets)
+        assert out.weights.shape == nothing.shape and set(out.metrics.values()) == {0}
+
+
+def test_metrics_see_the_ratio_before_it_is_truncated() -> None:
+    train, rollout = torch.tensor([[-0.1, -0.1]]), torch.tensor([[-3.0, -0.1]])
+    metrics = correct(train, rollout, torch.tensor([[True, True]]), CorrectionConfig(method="tis")).metrics
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(2.9))
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
+    assert metrics["rollout_corr/weight_max"] == 2
+    assert metrics["rollout_corr/capped_share"] == 0.5
+
+
+def test_packed_sequences_are_not_mixed() -> None:
+    """Two sequences whose ratios cancel each other, packed: each still has its own product."""
+    train, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5])
+    metrics = correct(train, rollout, torch.tensor([True, True]), CorrectionConfig(), torch.tensor([0, 1, 2])).metrics
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx((math.exp(1) + math.exp(-1)) / 2 - 1)
+    assert metrics["rollout_corr/log_ppl_diff_max"] == 0.5 and metrics["rollout_corr/log_ppl_diff_min"] == -0.5
+
+
+def test_absurd_but_finite_log_probs_give_finite_metrics() -> None:
+    train, rollout = torch.tensor([[-1e38, -0.5]]), torch.tensor([[-0.5, -1e38]])
+    out = correct(train, rollout, torch.tensor([[True, True]]), CorrectionConfig())
+    assert all(map(math.isfinite, out.metrics.values()))
+    assert out.metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(20))
+    assert out.metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-20), rel=1e-6)
+    assert out.metrics["rollout_corr/training_ppl"] == pytest.approx(math.exp(88))
+    assert out.weights.tolist()[0] == pytest.approx([0, 1 + 2.3 * (1 - math.exp(-0.5))])
+
+
+def test_rounding_above_0_is_a_sure_token() -> None:
+    train, rollout = torch.tensor([[2e-7]]), torch.tensor([[-1.0]])
+    assert correct(train, rollout, torch.tensor([[True]]), CorrectionConfig()).weights.item() == pytest.approx(1.0115)
