@@ -1,0 +1,1 @@
+"""Everything that touches SGLang: server, client, trajectories, weight sync."""
