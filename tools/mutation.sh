@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Mutation score of a part of the package: small faults are put into its functions, and its tests must notice.
+#
+#   tools/mutation.sh                                                            # megatron_tim/correction
+#   tools/mutation.sh megatron_tim/megatron/logprobs.py tests/megatron/test_logprobs.py
+#
+# Works on a copy in build/mutation, prints the survivors and the score, and fails below MIN_SCORE percent.
+# Needs mutmut 3 (pip install mutmut). JOBS mutants run at a time, 2 unless set.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+sources=${1:-megatron_tim/correction}
+tests=${2:-tests/correction}
+min_score=${MIN_SCORE:-85}
+for path in "$sources" "$tests"; do
+    [[ -e $path ]] || { echo "tools/mutation.sh: $path does not exist; give a source and its tests, from the repository's root." >&2; exit 2; }
+done
+command -v mutmut >/dev/null || { echo "tools/mutation.sh: mutmut is not installed; pip install mutmut." >&2; exit 2; }
+[[ -d $sources ]] && pattern="$sources/*" || pattern=$sources
+
+work=build/mutation
+rm -rf "$work"
+mkdir -p "$work"
+cp -r megatron_tim tests "$work/"
+cd "$work"
+cat > setup.cfg <<CFG
+[mutmut]
+source_paths = megatron_tim
+only_mutate = $pattern
+pytest_add_cli_args_test_selection = $tests
+CFG
+
+# Workers are forked; torch's own threads do not survive that.
+export OMP_NUM_THREADS=1 PYTHONPATH=
+mutmut run --max-children "${JOBS:-2}" > mutmut.log 2>&1 || { tail -40 mutmut.log >&2; exit 1; }
+mutmut results
+mutmut export-cicd-stats > /dev/null
+python - "$min_score" <<'PY'
+import json
+import sys
+
+stats = json.load(open("mutants/mutmut-cicd-stats.json"))
+noticed, total = stats["killed"] + stats["timeout"] + stats["segfault"], stats["total"] - stats["skipped"]
+score = 100 * noticed / total if total else 0.0
+print(f"{noticed} of {total} mutants noticed: {score:.1f} % (at least {sys.argv[1]} wanted)")
+sys.exit(score < float(sys.argv[1]))
+PY
