@@ -9,7 +9,6 @@ from typing import Any
 from rich import box
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
 
 from megatron_tim.training import metric_names as names
 
@@ -114,42 +113,62 @@ def evaluation_line(metrics: Metrics) -> str | None:
     return None if value is None else f"     held-out exact match (greedy): {percent(value)}"
 
 
-def preflight_table(result: Mapping[str, Any]) -> Table:
-    """The trainer's log-probs of the server's own tokens against the server's, before step 1.
+def preflight_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Labels and values of a preflight.
 
     Args:
         result: ``tokens``, ``mean_abs_diff``, ``max_abs_diff``, ``limit`` (of the mean) and ``passed``.
     """
-    verdict = {True: "same model", False: "DIFFERENT MODELS", None: "-"}[result.get("passed")]
+    return [
+        ("tokens compared", _shown(result, "tokens", str)),
+        ("mean |log-prob difference|", _shown(result, "mean_abs_diff", scientific)),
+        ("largest |log-prob difference|", _shown(result, "max_abs_diff", scientific)),
+        ("limit of the mean", _shown(result, "limit", scientific)),
+        ("verdict", {True: "same model", False: "DIFFERENT MODELS", None: "-"}[result.get("passed")]),
+    ]
+
+
+def preflight_table(result: Mapping[str, Any]) -> Table:
+    """The trainer's log-probs of the server's own tokens against the server's, before step 1 (keys: :func:`preflight_rows`)."""
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("tokens compared", _shown(result, "tokens", str))
-    table.add_row("mean |log-prob difference|", _shown(result, "mean_abs_diff", scientific))
-    table.add_row("largest |log-prob difference|", _shown(result, "max_abs_diff", scientific))
-    table.add_row("limit of the mean", _shown(result, "limit", scientific))
-    table.add_row("verdict", Text(verdict, style="bold red" if result.get("passed") is False else "bold green"))
+    *measured, (label, verdict) = preflight_rows(result)
+    for row in measured:
+        table.add_row(*row)
+    table.add_row(label, verdict, style="bold red" if result.get("passed") is False else "bold green")
     return table
+
+
+def comparison_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, value before and value after of what a run changed.
+
+    Args:
+        summary: ``reward_before|after``, ``exact_match_before|after``, ``kl_before|after``, ``max_ratio`` and ``capped_share``
+            (of :func:`megatron_tim.diagnostics.run_summary.summarise`).
+    """
+    changed = (
+        ("mean reward", "reward", number),
+        ("held-out exact match, greedy", "exact_match", percent),
+        ("mismatch: KL(rollout || train)", "kl", scientific),
+    )
+    rows = [(label, _shown(summary, f"{key}_before", text), _shown(summary, f"{key}_after", text)) for label, key, text in changed]
+    rows.append(("largest token ratio, whole run", "", _shown(summary, "max_ratio", number)))
+    rows.append(("tokens capped, whole run", "", _shown(summary, "capped_share", percent)))
+    return rows
 
 
 def summary_panel(summary: Mapping[str, Any]) -> Panel:
     """How a run went, before and after.
 
     Args:
-        summary: ``name``, ``steps``, ``seconds``, ``reward_before|after``, ``exact_match_before|after``, ``kl_before|after``,
-            ``max_ratio`` and ``capped_share`` (of :func:`megatron_tim.diagnostics.run_summary.summarise`).
+        summary: ``name``, ``steps``, ``seconds`` and the keys of :func:`comparison_rows`.
     """
     table = Table(box=None, pad_edge=False)
     table.add_column()
     for title in ("before", "after"):
         table.add_column(title, justify="right")
-    for label, key, text in (
-        ("reward", "reward", number),
-        ("held-out exact match, greedy", "exact_match", percent),
-        ("mismatch KL(rollout || train)", "kl", scientific),
-    ):
-        table.add_row(label, *(_shown(summary, f"{key}_{when}", text) for when in ("before", "after")))
-    table.add_row("largest token ratio train/rollout", "", _shown(summary, "max_ratio", number))
-    table.add_row("tokens whose weight was capped", "", _shown(summary, "capped_share", percent))
+    for row in comparison_rows(summary):
+        table.add_row(*row)
     title = f"{summary.get('name', 'run')}: {_shown(summary, 'steps', str)} steps in {_shown(summary, 'seconds', duration)}"
     return Panel(table, title=title, title_align="left", expand=False)
