@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_tim.diagnostics.charts import run_charts
 from megatron_tim.diagnostics.report_page import TEMPLATE
 from megatron_tim.diagnostics.run_summary import findings, summarise, window
 from megatron_tim.errors import UserError
+from megatron_tim.training import metric_names as names
 from megatron_tim.training.console_format import comparison_rows, percent, preflight_rows
 from megatron_tim.training.files import read_json_lines, replace_whole
 
@@ -25,7 +26,7 @@ MARKS = {"good": "\u2713", "neutral": "\u2022", "bad": "!"}
 def write_report(run_path: Path | str) -> Path:
     """Writes ``report.html`` into a run directory, finished or not, and returns its path.
 
-    It reads ``metrics.jsonl`` and, where they exist, ``config.yaml``, ``history.jsonl`` (preflight, resumes) and
+    It reads ``metrics.jsonl`` and, where they exist, ``config.yaml``, ``history.jsonl`` (starts and resumes) and
     ``summary.json``, whose numbers go before those computed from the rows. The page is one file without scripts that
     loads nothing from elsewhere.
 
@@ -54,7 +55,7 @@ def _page(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "name": path.resolve().name,
         "model": config.get("model", {}).get("hf_path"),
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "version": __version__,
         "findings": findings(summary, config, complete=bool(written_summary)),
         "marks": MARKS,
@@ -63,8 +64,8 @@ def _page(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "charts": run_charts(rows, resumed_after, config.get("evaluation", {}).get("problems")),
         "resumed_after": resumed_after,
         "phases": _phases(summary),
-        "preflight": next((preflight_rows(event) for event in reversed(history) if event["event"] == "preflight"), None),
-        "history": [_history_row(event) for event in history if event["event"] != "preflight"],
+        "preflight": _preflight(rows),
+        "history": [_history_row(event) for event in history],
         "configuration": [(section, list(_entries(section, values))) for section, values in config.items()],
         "files": path / "metrics.jsonl",
     }
@@ -81,6 +82,15 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path} is damaged: it must hold keys and values, found {type(tree).__name__}.")
     return tree
+
+
+def _preflight(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Labels and values of the last preflight; a resumed run makes another."""
+    for row in reversed(rows):
+        result = {name.removeprefix(names.PREFLIGHT): value for name, value in row.items() if name.startswith(names.PREFLIGHT)}
+        if result:
+            return preflight_rows(result)
+    return []
 
 
 def _phases(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -103,5 +113,5 @@ def _entries(section: str, values: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, value in values.items():
         if (section, key) == ("rollout", "env") and isinstance(value, Mapping):
-            value = {name: "(not shown)" for name in value}
+            value = dict.fromkeys(value, "(not shown)")
         yield key, "(none)" if value is None else value

@@ -80,13 +80,13 @@ class RunConsole:
             self._print(line, style="green")
 
     def preflight(self, result: Mapping[str, Any]) -> None:
-        """Prints the comparison of server and trainer before step 1 (keys: :func:`preflight_table`)."""
+        """Prints the comparison of server and trainer before step 1 (keys: :func:`.preflight_rows`)."""
         self._clear()
         self._print("Preflight: the trainer scores tokens that the server sampled.", style="bold")
         self._console.print(preflight_table(result))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """Prints how the run went, where its files are and what to try next (keys: :func:`summary_panel`)."""
+        """Prints how the run went, where its files are and what to try next (keys: :func:`.summary_panel`, ``files`` and ``next``)."""
         self._clear()
         self._console.print(summary_panel(summary))
         for label, path in summary.get("files", {}).items():

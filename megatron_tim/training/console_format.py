@@ -114,16 +114,19 @@ def evaluation_line(metrics: Metrics) -> str | None:
 
 
 def preflight_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Labels and values of a preflight.
+    """Labels and values of a preflight, the verdict last.
 
     Args:
-        result: ``tokens``, ``mean_abs_diff``, ``max_abs_diff``, ``limit`` (of the mean) and ``passed``.
+        result: ``tokens``, ``mean_abs_diff``, ``max_abs_diff``, ``kl``, ``routing_disagreement``, ``limit`` and ``passed``
+            (of :class:`megatron_tim.training.preflight.Preflight`).
     """
     return [
-        ("tokens compared", _shown(result, "tokens", str)),
+        ("tokens compared", _shown(result, "tokens", "{:.0f}".format)),
         ("mean |log-prob difference|", _shown(result, "mean_abs_diff", scientific)),
+        ("its limit", _shown(result, "limit", scientific)),
         ("largest |log-prob difference|", _shown(result, "max_abs_diff", scientific)),
-        ("limit of the mean", _shown(result, "limit", scientific)),
+        ("KL(rollout || train)", _shown(result, "kl", scientific)),
+        ("tokens x layers routed differently", _shown(result, "routing_disagreement", percent)),
         ("verdict", {True: "same model", False: "DIFFERENT MODELS", None: "-"}[result.get("passed")]),
     ]
 

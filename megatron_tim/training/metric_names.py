@@ -15,3 +15,7 @@ STEP_SECONDS = "seconds/step"
 def phase_seconds(phase: str) -> str:
     """The metric with the seconds of a phase."""
     return f"seconds/{phase}"
+
+
+PREFLIGHT = "preflight/"
+"""Prefix of what the preflight measured."""

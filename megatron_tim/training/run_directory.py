@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -116,7 +116,7 @@ class RunDirectory:
         Raises:
             UserError: the disk is full or the file may not be written.
         """
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        time = datetime.now(UTC).isoformat(timespec="seconds")
         append_whole(self.history_path, to_json({"time": time, "event": event, **details}))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -22,6 +22,17 @@ rollout: {env: {HF_TOKEN: top-secret-token}, api_key_env: MEGATRON_TIM_API_KEY}
 """
 
 
+PREFLIGHT = {
+    "tokens": 812.0,
+    "mean_abs_diff": 3.1e-3,
+    "max_abs_diff": 0.04,
+    "kl": 1e-4,
+    "routing_disagreement": 0.12,
+    "limit": 0.15,
+    "passed": 1.0,
+}
+
+
 class Page(HTMLParser):
     """Collects what a test asks about a page, and that its elements nest."""
 
@@ -69,8 +80,7 @@ def row(step, **metrics):
 def make_run(path, steps=10, complete=True, config=CONFIG, extra=None):
     with RunDirectory(path, tensorboard=False) as run:
         run.record("start", steps=steps)
-        run.record("preflight", tokens=812, mean_abs_diff=3.1e-3, max_abs_diff=0.04, limit=0.15, passed=True)
-        run.log_metrics(0, {names.EXACT_MATCH: 0.125})
+        run.log_metrics(0, {names.EXACT_MATCH: 0.125, **{names.PREFLIGHT + name: value for name, value in PREFLIGHT.items()}})
         for step in range(1, steps + 1):
             run.log_metrics(step, row(step) | (extra or {}).get(step, {}) | ({names.EXACT_MATCH: 0.5} if step == steps else {}))
         run.record("resume", step=5)
@@ -94,7 +104,7 @@ def test_a_complete_run(tmp_path):
     assert "CIS correction; it capped the weight of 1.00% of the tokens" in text
     for title in ("Reward", "Held-out accuracy", "Mismatch: largest token ratio", "Tokens capped by the correction", "Time by phase"):
         assert title in text
-    assert "812" in text and "same model" in text
+    assert "812" in text and "3.1e-03" in text and "12.0%" in text and "same model" in text
     assert "resumed after step 5" in text
     assert "models/tiny-qwen3-moe" in text and "lam" in text
 
@@ -141,8 +151,8 @@ def test_broken_numbers_are_named(tmp_path):
 
 
 def test_a_run_of_nothing_but_broken_numbers(tmp_path):
-    nothing = {metric: math.nan for metric in row(1)}
-    page = Page(read_report(make_run(tmp_path / "demo", steps=3, extra={step: nothing for step in (1, 2, 3)})))
+    nothing = dict.fromkeys(row(1), math.nan)
+    page = Page(read_report(make_run(tmp_path / "demo", steps=3, extra=dict.fromkeys((1, 2, 3), nothing))))
     assert page.tags.count("svg") == 1
 
 

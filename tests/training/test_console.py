@@ -40,7 +40,15 @@ SUMMARY = {
     "files": {"report": "runs/" + "long-name-" * 12 + "/report.html"},
     "next": ["launch/quickstart.sh correction.method=tis"],
 }
-PREFLIGHT = {"tokens": 1234, "mean_abs_diff": 3e-7, "max_abs_diff": 1e-5, "limit": 1e-3, "passed": True}
+PREFLIGHT = {
+    "tokens": 1234,
+    "mean_abs_diff": 3e-7,
+    "max_abs_diff": 1e-5,
+    "kl": 1e-9,
+    "routing_disagreement": 0.125,
+    "limit": 1e-3,
+    "passed": True,
+}
 
 
 def printed(use, encoding="utf-8", **options):
@@ -157,9 +165,9 @@ def test_a_terminal_shows_the_phase_and_the_header_again(monkeypatch):
 
 def test_a_failure_gives_the_cursor_back(monkeypatch):
     def fail(console):
-        with pytest.raises(ZeroDivisionError), console:
+        with pytest.raises(OSError), console:
             console.progress("work")
-            1 / 0
+            raise OSError("the work failed")
 
     text = on_a_terminal(monkeypatch, fail)
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
