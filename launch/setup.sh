@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv at the root of the repository, ready to train and test.
+# shellcheck source=lib.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -62,8 +63,8 @@ requirement_files() {
     if [ "$DEVICE" = cuda ]; then printf '%s\n' bootstrap gpu gpu-build dev; else printf '%s\n' bootstrap torch cpu dev; fi
 }
 
-needed_gb() { if [ "$DEVICE" = cuda ]; then printf $GB_CUDA; else printf $GB_CPU; fi; }
-free_gb() { printf '%s' "${MEGATRON_TIM_FREE_GB:-$(($(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }') / 1024 / 1024))}"; }
+needed_gb() { if [ "$DEVICE" = cuda ]; then echo $GB_CUDA; else echo $GB_CPU; fi; }
+free_gb() { df -Pk "$ROOT" | awk 'NR == 2 { print int($4 / 1024 / 1024) }'; }
 
 print_plan() {
     say "python: $PYTHON_VERSION ($PYTHON_FOUND)"
@@ -74,9 +75,9 @@ print_plan() {
     say "disk: $(needed_gb) GB$([ "$DEVICE" = cpu ] && printf ', %s GB if the package index has no CPU build of torch' $GB_CPU_WITH_CUDA_TORCH), $(free_gb) GB free"
 }
 
-hash_of() { cat "$@" | sha256sum | cut -c1-32; }
-fingerprint_environment() { printf '%s %s %s %s' "$PYTHON_VERSION" "$DEVICE" "$(hash_of "$REQUIREMENTS"/*.txt)" "$ROOT"; }
-fingerprint_packages() { hash_of setup.py pyproject.toml $(find tools/sglang_cpu_shim -name '*.py' -o -name pyproject.toml | LC_ALL=C sort); }
+hash() { sha256sum | cut -c1-32; }
+fingerprint_environment() { printf '%s %s %s %s' "$PYTHON_VERSION" "$DEVICE" "$(cat "$REQUIREMENTS"/*.txt | hash)" "$ROOT"; }
+fingerprint_packages() { find setup.py tools/sglang_cpu_shim -name '*.py' -exec sha256sum {} + | LC_ALL=C sort | hash; }
 
 # Starts from nothing, so that an interrupted or outdated environment leaves no trace.
 make_environment() {

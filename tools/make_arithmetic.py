@@ -1,6 +1,6 @@
 """Writes small arithmetic word problems in GSM8K's form, for runs that a tiny model can learn on a CPU.
 
-    python tools/make_arithmetic.py --out data/arithmetic --train 4000 --eval 200 --max 20
+example: python tools/make_arithmetic.py --out data/arithmetic --train 4000 --max 20
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new folder; gets train.jsonl and eval.jsonl")
     parser.add_argument("--train", type=int, default=4000, help="training problems (default: %(default)s)")
-    parser.add_argument("--eval", type=int, default=200, help="held-out problems; their operand pairs are never trained on (default: %(default)s)")
+    parser.add_argument("--eval", type=int, default=200, help="held-out problems, of operand pairs never trained on (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default: %(default)s)")
     parser.add_argument("--max", type=int, default=20, help="largest operand (default: %(default)s)")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["add", "subtract"], help="default: add subtract")
@@ -115,9 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     with new_folder(arguments.out) as folder:
         for split in ("train", "eval"):
-            problems = make_problems(
-                getattr(arguments, split), split, arguments.seed, arguments.max, arguments.operations, arguments.steps
-            )
+            problems = make_problems(getattr(arguments, split), split, arguments.seed, arguments.max, arguments.operations, arguments.steps)
             lines = (json.dumps(problem) + "\n" for problem in problems)
             (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     print(f"{arguments.out}: {arguments.train} training and {arguments.eval} held-out problems")

@@ -1,6 +1,6 @@
 """Writes a randomly initialised Qwen3-MoE of laptop size, with a tokenizer of its own, in Hugging Face's form.
 
-    python tools/make_tiny_model.py --out models/tiny-qwen3-moe --data data/arithmetic/train.jsonl
+example: python tools/make_tiny_model.py --out models/tiny-qwen3-moe --data data/arithmetic/train.jsonl
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     sizes = {"layers": 4, "hidden": 128, "experts": 8, "topk": 2, "heads": 8, "kv-heads": 4, "head-dim": 32, "moe-ffn": 96, "vocab": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="default: %(default)s")
-    parser.add_argument("--init-std", type=float, default=0.05, metavar="X", help="standard deviation of the weights (default: %(default)s)")
+    parser.add_argument("--init-std", type=float, default=0.05, metavar="X", help="standard deviation of weights (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     for name in sizes:

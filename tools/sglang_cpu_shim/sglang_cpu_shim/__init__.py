@@ -18,7 +18,7 @@ def refuse_cuda() -> None:
     import torch
 
     if torch.cuda.is_available():
-        raise ShimError("sglang-cpu-shim is installed on a machine with CUDA; run `pip uninstall sglang-cpu-shim` and reinstall sglang-kernel.")
+        raise ShimError("sglang-cpu-shim is no use beside CUDA; run `pip uninstall sglang-cpu-shim` and reinstall sglang-kernel.")
 
 
 def unavailable(name: str) -> Callable[..., NoReturn]:
