@@ -38,7 +38,14 @@ td { overflow-wrap: anywhere; }
 code { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
 dt { font-weight: 600; }
 dd { margin: 0 0 .5rem; }
-@media print { body { max-width: none; padding: 0; } .findings li { print-color-adjust: exact; } }
+h2, h3 { break-after: avoid; }
+tr, dt, .findings li { break-inside: avoid; }
+@media print {
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  .charts { grid-template-columns: 1fr 1fr; gap: 1rem; }
+  .configuration { columns: 2; }
+  .findings li { print-color-adjust: exact; }
+}
 </style>
 </head>
 <body>
