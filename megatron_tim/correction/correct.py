@@ -36,7 +36,6 @@ class Correction:
         return correction_metrics(self.sums)
 
 
-@torch.no_grad()
 def correct(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -65,17 +64,17 @@ def correct(
     check_not_positive("train_logprobs", train_logprobs, valid)
     check_not_positive("rollout_logprobs", rollout_logprobs, valid)
     tokens = weigh_tokens(train_logprobs, rollout_logprobs, mask, valid, config)
-    return replace(tokens, sums=tokens.sums + sequence_sums(train_logprobs, rollout_logprobs, valid, cu_seqlens))
+    sequences = sequence_sums(train_logprobs.detach(), rollout_logprobs.detach(), valid, cu_seqlens)
+    return replace(tokens, sums=tokens.sums + sequences)
 
 
-@torch.no_grad()
 def weigh_tokens(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, valid: Tensor, config: CorrectionConfig) -> Correction:
     """:func:`correct` on checked inputs of any one shape, without the metrics of whole sequences.
 
     This is what bypass mode runs in each micro-batch, where ``train_logprobs`` are those of the current policy.
     """
     dtype = torch.promote_types(torch.promote_types(train_logprobs.dtype, rollout_logprobs.dtype), torch.float32)
-    train, rollout = train_logprobs.to(dtype), rollout_logprobs.to(dtype)
+    train, rollout = train_logprobs.detach().to(dtype), rollout_logprobs.detach().to(dtype)
     ratio = mismatch_ratio(train, rollout)
     weights = TOKEN_WEIGHTS[config.method](ratio, train, config)
     capped = valid & (weights < ratio)  # before rounding to fp32, which would make some uncapped weights smaller than k

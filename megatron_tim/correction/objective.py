@@ -56,20 +56,18 @@ def token_objective(
     bypass = correction.mode == "bypass"
     valid = finite_tokens(mask, logprobs, rollout_logprobs, *(() if bypass else (old_logprobs,)))
     logprobs = _zero_outside(valid, logprobs)
-    rollout_logprobs, advantages = _zero_outside(valid, rollout_logprobs), _zero_outside(valid, advantages)
-    old_logprobs = None if bypass else _zero_outside(valid, old_logprobs)
+    rollout_logprobs, advantages = (_zero_outside(valid, values.detach()) for values in (rollout_logprobs, advantages))
+    old_logprobs = None if bypass else _zero_outside(valid, old_logprobs.detach())
 
     sums = MetricSums()
     if bypass:
-        correction_now = weigh_tokens(logprobs, rollout_logprobs, mask, valid, correction)
-        weights, sums = correction_now.weights, correction_now.sums
-    token_loss, flags = policy_loss(
-        logprobs, rollout_logprobs if bypass else old_logprobs, advantages, _zero_outside(valid, weights), loss
-    )
+        now = weigh_tokens(logprobs, rollout_logprobs, mask, valid, correction)
+        weights, sums = now.weights, now.sums
+    reference = rollout_logprobs if bypass else old_logprobs
+    token_loss, flags = policy_loss(logprobs, reference, advantages, _zero_outside(valid, weights), loss)
     loss_sum = token_loss.sum()
-    with torch.no_grad():
-        sums += objective_sums(logprobs, old_logprobs, rollout_logprobs, advantages, mask, valid, flags)
-        sums += MetricSums({f"{PREFIX}pg_loss": total(token_loss)})
+    sums += objective_sums(logprobs.detach(), old_logprobs, rollout_logprobs, advantages, mask, valid, flags)
+    sums += MetricSums({f"{PREFIX}pg_loss": total(token_loss.detach())})
     if entropy is not None:
         entropy = _zero_outside(mask & torch.isfinite(entropy), entropy)
         sums += MetricSums({f"{PREFIX}entropy": total(entropy.detach())})

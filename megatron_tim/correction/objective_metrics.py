@@ -29,7 +29,6 @@ FORMS = ("recompute", "bypass")
 PREFIX = "objective/"
 
 
-@torch.no_grad()
 def objective_metrics(
     current_logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -56,10 +55,10 @@ def objective_metrics(
     given = {"rollout_logprobs": rollout_logprobs, "advantages": advantages, **old_given}
     check_token_tensors("current_logprobs", current_logprobs=current_logprobs, mask=mask, **given)
     valid = finite_tokens(mask, current_logprobs, rollout_logprobs, *old_given.values())
-    current = torch.where(valid, current_logprobs.double(), 0)
-    rollout = torch.where(valid, rollout_logprobs.double(), 0)
-    old = None if bypass else torch.where(valid, old_logprobs.double(), 0)
-    advantages = torch.where(valid, advantages.double(), 0)
+    current, rollout, advantages = (
+        torch.where(valid, values.detach().double(), 0) for values in (current_logprobs, rollout_logprobs, advantages)
+    )
+    old = None if bypass else torch.where(valid, old_logprobs.detach().double(), 0)
     flags = {}
     if loss is not None:
         _, flags = policy_loss(current, rollout if bypass else old, advantages, torch.ones_like(current), loss)

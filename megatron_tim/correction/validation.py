@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def check_layout(train_logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
 def _check_offsets(offsets: list[int], tokens: int) -> None:
     if not offsets or offsets[0] != 0:
         raise ValueError(f"cu_seqlens starts with {offsets[:1]}; it must start with 0.")
-    for index, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for index, (start, end) in enumerate(pairwise(offsets)):
         if end < start:
             raise ValueError(f"cu_seqlens falls from {start} to {end} at index {index + 1}; it must be increasing.")
     if offsets[-1] != tokens:

@@ -20,14 +20,14 @@ def run(rows: list[list[Token]], correction: CorrectionConfig, loss: LossConfig,
     mask, bypass = padded_mask(rows), correction.mode == "bypass"
     leaf = padded(rows, "current").requires_grad_()
     old = padded(rows, "train")
-    inputs = dict(
-        entropy=None,
-        old_logprobs=None if bypass else old,
-        rollout_logprobs=padded(rows, "rollout"),
-        advantages=padded(rows, "advantage"),
-        mask=mask,
-        weights=None if bypass else correct(old, padded(rows, "rollout"), mask, correction).weights,
-    )
+    inputs = {
+        "entropy": None,
+        "old_logprobs": None if bypass else old,
+        "rollout_logprobs": padded(rows, "rollout"),
+        "advantages": padded(rows, "advantage"),
+        "mask": mask,
+        "weights": None if bypass else correct(old, padded(rows, "rollout"), mask, correction).weights,
+    }
     value, sums = token_objective(leaf, **inputs | changes, correction=correction, loss=loss)
     return value, leaf, sums
 
@@ -72,9 +72,7 @@ def check(rows: list[list[Token]], config: CorrectionConfig, loss: LossConfig, w
 
 
 def near_kink(log_ratio: float, token: Token, loss: LossConfig) -> bool:
-    return token.advantage == 0 or any(
-        abs(math.exp(log_ratio) - bound) < 1e-9 for bound in (1 - loss.clip_low, 1 + loss.clip_high)
-    )
+    return token.advantage == 0 or any(abs(math.exp(log_ratio) - bound) < 1e-9 for bound in (1 - loss.clip_low, 1 + loss.clip_high))
 
 
 ROWS = [
@@ -173,6 +171,16 @@ def test_bypass_weights_follow_the_current_policy_without_gradient(method: str) 
     assert metrics["rollout_corr/weight_max"] == pytest.approx(weights.max().item())
     assert metrics["rollout_corr/kl"] == pytest.approx((rollout - current)[mask].mean().item())
     assert "rollout_corr/sequences" not in metrics
+
+
+@pytest.mark.parametrize(("correction", "loss"), MODES)
+def test_only_the_current_policy_gets_a_gradient(correction: CorrectionConfig, loss: LossConfig) -> None:
+    names = ["rollout_logprobs", "advantages"] + (["old_logprobs", "weights"] if correction.mode == "recompute" else [])
+    others = {name: torch.full((2, 4), -0.5, dtype=torch.float64, requires_grad=True) for name in names}
+    value, leaf, sums = run(ROWS, correction, loss, **others)
+    value.backward()
+    assert leaf.grad.any() and all(other.grad is None for other in others.values())
+    assert not any(total.requires_grad for total in (*sums.sums.values(), *sums.maxima.values()))
 
 
 def test_recompute_leaves_the_correction_to_the_rollout_batch() -> None:

@@ -84,9 +84,9 @@ def test_positive_log_probs(name: str) -> None:
 
 
 def objective(mode: str = "recompute", loss: LossConfig | None = None, method: str = "cis", **inputs: torch.Tensor | None) -> None:
-    given = dict(entropy=None, old_logprobs=ZEROS, rollout_logprobs=ZEROS, advantages=ZEROS, mask=ALL, weights=ZEROS)
+    given = {"entropy": None, "old_logprobs": ZEROS, "rollout_logprobs": ZEROS, "advantages": ZEROS, "mask": ALL, "weights": ZEROS}
     if mode == "bypass":
-        given |= dict(old_logprobs=None, weights=None)
+        given |= {"old_logprobs": None, "weights": None}
     token_objective(ZEROS, **given | inputs, correction=CorrectionConfig(mode=mode, method=method), loss=loss or LossConfig())
 
 
