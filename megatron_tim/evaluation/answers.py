@@ -8,7 +8,7 @@ MARKER = "####"
 """What stands before the final answer."""
 
 # Thousands are grouped by commas or not at all, so that '42,43' is two numbers and not 4243.
-_NUMBER = re.compile(r"[$ ]*(?P<sign>[-+\u2212]?)[$ ]*(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.(?P<fraction>[0-9]*))?[^0-9]*")
+_NUMBER = re.compile(r"\$? ?(?P<sign>[-+\u2212]?) ?\$? ?(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.(?P<fraction>[0-9]*))?[^0-9]*")
 
 
 def normalize_number(text: str) -> str | None:

@@ -1,5 +1,7 @@
 """Final answers: one number, one spelling, no reward for hedging."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +68,14 @@ def test_two_different_answers_never_match(first, second, between):
     text = f"#### {first}\n{between}#### {second}"
     assert exact_match(text, str(first)) <= (first == second)
     assert exact_match(text, str(second)) <= (first == second)
+
+
+def test_a_degenerate_response_is_read_quickly():
+    started = time.perf_counter()
+    for character in "$ -,.1#":
+        assert final_answer("#### 1 2" + character * 100_000 + " 1 2") is None
+        assert final_answer("#### " + character * 100_000 + " 1 2") is None
+    assert time.perf_counter() - started < 2
 
 
 @given(st.text())
