@@ -68,6 +68,7 @@ class RolloutConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt: the group of the advantage.")
     max_new_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides its logits by it too.")
+    record_routes: bool = Field(True, description="Record the experts of every token with the trajectories.")
     concurrency: int = Field(64, ge=1, description="Most sequences that run at once, also given to the server.")
     max_total_tokens: int = Field(65536, ge=256, description="Tokens of KV cache of a CPU server (a GPU server sizes its own).")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs (CPU sockets) one server spans.")
@@ -145,6 +146,7 @@ class WarmStartConfig(Section):
     target_accuracy: float = Field(0.15, gt=0, lt=1, description="Stop when this share of held-out problems is solved greedily.")
     check_every: int = Field(10, ge=1, description="Steps between checks of the share solved.")
     batch_size: int = Field(64, ge=1, description="Problems per step.")
+    problems: int = Field(200, ge=1, description="Held-out problems of a check.")
     lr: float = Field(1e-3, gt=0)
 
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,30 +67,29 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a CUDA call that has nothing to do on a CPU."""
+def _always(result: Any) -> Callable[..., Any]:
+    """A function that returns ``result`` whatever it is given: a CUDA call with nothing to do on a CPU.
 
-
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
+    Each patched name gets one of its own, because torch's compiler refuses one function under two names.
+    """
+    return lambda *args, **kwargs: result
 
 
 def _patch_cuda_module() -> None:
     cuda, stream = torch.cuda, _Stream()
-    cuda.current_device = lambda: _CPU
-    cuda.device_count = lambda: 1
+    answers = {"current_device": _CPU, "device_count": 1, "current_stream": stream, "default_stream": stream}
+    answers |= dict.fromkeys(("set_device", "synchronize", "empty_cache"))
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
+    for name, result in answers.items():
+        setattr(cuda, name, _always(result))
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _always(None), _always(None)
     cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
     cuda.stream = lambda stream: contextlib.nullcontext()
-    for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(cuda, name, _nothing)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _zero)
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
     # Megatron keeps named generators by swapping the device's state; here that is the CPU's generator.
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed) and None
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
 
 
 def _names_cuda(device: Any) -> bool:

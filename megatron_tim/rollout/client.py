@@ -13,7 +13,7 @@ from typing import Any
 from megatron_tim.errors import UserError
 from megatron_tim.replay.layout import MoELayout
 from megatron_tim.rollout import weight_sync
-from megatron_tim.rollout.http import Connection
+from megatron_tim.rollout.connection import Connection
 from megatron_tim.rollout.reply import Sample, read_reply
 from megatron_tim.rollout.trajectory import Trajectory
 
@@ -44,10 +44,11 @@ class SGLangClient:
         base_url: e.g. ``http://127.0.0.1:30000``.
         api_key: sent as a bearer token.
         timeout_s: longest wait for one reply, in seconds.
+        log_path: the server's log, which errors then name.
     """
 
-    def __init__(self, base_url: str, api_key: str, timeout_s: float) -> None:
-        self._connection = Connection(base_url, api_key, timeout_s)
+    def __init__(self, base_url: str, api_key: str, timeout_s: float, log_path: Path | None = None) -> None:
+        self._connection = Connection(base_url, api_key, timeout_s, log_path)
         self._lock = threading.Lock()
         self._info: dict[str, Any] | None = None
         self._records_tempered: bool | None = None

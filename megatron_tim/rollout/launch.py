@@ -72,11 +72,11 @@ def choose_port(host: str, port: int | None) -> int:
     raise UserError(f"{what} cannot be used on rollout.host {host}: {problem}; stop what listens there or choose another.")
 
 
-def server_command(config: RolloutConfig, model_path: Path, port: int, cuda: bool) -> list[str]:
+def server_command(config: RolloutConfig, model_path: Path, port: int, seed: int, cuda: bool) -> list[str]:
     """Returns the words that start the server; ``{config}`` stands for the file with the API key."""
     words = [sys.executable, "-m", "sglang.launch_server", "--config", "{config}", "--model-path", str(model_path.resolve())]
     words += ["--host", config.host, "--port", str(port), "--dtype", config.dtype, "--tp-size", str(config.tensor_parallel_size)]
-    words += ["--max-running-requests", str(config.concurrency), "--weight-version", "0", "--random-seed", "1"]
+    words += ["--max-running-requests", str(config.concurrency), "--weight-version", "0", "--random-seed", str(seed)]
     # Token ids go in and come out: no tokenizer, so no text to compute.
     words += ["--skip-tokenizer-init", "--enable-return-routed-experts", "--sleep-on-idle", "--log-level-http", "warning"]
     # The samples of a group share their prompt: this policy computes a prompt once even when they arrive together.

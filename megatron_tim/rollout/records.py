@@ -176,15 +176,18 @@ def _column(table: pa.Table, field: pa.Field, source: str) -> pa.Array:
     except (pa.ArrowException, ValueError):
         raise UserError(f"{source}: column '{field.name}' has type {column.type}, expected {field.type}.") from None
     combined = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], field.type)
-    for values, what in ((combined, "is empty"), (combined.flatten() if pa.types.is_list(field.type) else None, "holds an empty value")):
-        if values is not None and values.null_count and field.name not in _OPTIONAL:
-            row = combined.is_null().index(True).as_py() if values is combined else _first_row_with_null(combined)
-            raise UserError(f"{source}: column '{field.name}' {what} in row {row}.")
+    if field.name not in _OPTIONAL and (row := _first_row_with_null(combined)) is not None:
+        raise UserError(f"{source}: column '{field.name}' has an empty value in row {row}.")
     return combined
 
 
-def _first_row_with_null(column: pa.ListArray) -> int:
-    return next(row for row, values in enumerate(column) if values.values.null_count)
+def _first_row_with_null(column: pa.Array) -> int | None:
+    """Returns the first row that is null or, in a list column, holds a null."""
+    if column.null_count:
+        return column.is_null().index(True).as_py()
+    if pa.types.is_list(column.type) and column.flatten().null_count:
+        return next(row for row, values in enumerate(column) if values.values.null_count)
+    return None
 
 
 def _trajectory(values: dict[str, Sequence[Any]], row: int, source: str) -> Trajectory:

@@ -52,7 +52,14 @@ class SGLangServer:
         self._supervisor = supervisor
 
     @classmethod
-    def start(cls, config: RolloutConfig, model_path: Path | str, log_path: Path | str, on_progress: Progress | None = None) -> Self:
+    def start(
+        cls,
+        config: RolloutConfig,
+        model_path: Path | str,
+        log_path: Path | str,
+        on_progress: Progress | None = None,
+        seed: int = 1,
+    ) -> Self:
         """Starts a server for the model and waits until it answers.
 
         Args:
@@ -60,6 +67,7 @@ class SGLangServer:
             model_path: folder in Hugging Face format.
             log_path: the server's output, without its API key; an existing file is replaced.
             on_progress: called about five times a second with the seconds since the start and the stage.
+            seed: of the sampler; a resumed run passes another one, lest it draw the same numbers again.
 
         Raises:
             UserError: no SGLang, no such model, the port is in use, the server died or was not ready in
@@ -74,7 +82,15 @@ class SGLangServer:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log_path.write_bytes(b"")
         api_key = secrets.token_urlsafe(32)
-        server = cls(_url(config.host, port), api_key, log_path, _start_supervisor(config, model_path, port, log_path, api_key))
+        cuda = _has_cuda()
+        spec = Launch(
+            argv=launch.server_command(config, model_path, port, seed, cuda),
+            env=launch.server_environment(config, os.environ, cuda),
+            log_path=str(log_path.resolve()),
+            api_key=api_key,
+            parent_pid=os.getpid(),
+        )
+        server = cls(_url(config.host, port), api_key, log_path, _start_supervisor(spec))
         try:
             server._wait_until_ready(config.start_timeout_s, on_progress)
         except BaseException:
@@ -116,10 +132,10 @@ class SGLangServer:
     def _wait_until_ready(self, timeout_s: float, on_progress: Progress | None) -> None:
         started = time.monotonic()
         while not self._is_ready():
-            if self._supervisor.poll() is not None:
-                raise UserError(f"the SGLang server stopped while it started: {_last_error(self.log_path)}; its log is {self.log_path}.")
             elapsed = time.monotonic() - started
             stage = _stage(self.log_path)
+            if self._supervisor.poll() is not None:
+                raise UserError(f"the SGLang server stopped while it was {stage}: {_last_error(self.log_path)}; its log is {self.log_path}.")
             if elapsed > timeout_s:
                 raise UserError(
                     f"the SGLang server was not ready after rollout.start_timeout_s = {timeout_s:g} s (it was {stage});"
@@ -129,36 +145,33 @@ class SGLangServer:
                 on_progress(elapsed, stage)
             time.sleep(_POLL_S)
         self._supervisor.stdin.write(b"ready\n")
-        self._supervisor.stdin.flush()
 
     def _is_ready(self) -> bool:
         try:
-            return requests.get(self.base_url + "/ready", timeout=5).status_code == 200
+            with requests.Session() as session:
+                session.trust_env = False
+                return session.get(self.base_url + "/ready", timeout=5).status_code == 200
         except requests.RequestException:
             return False
 
 
-def _start_supervisor(config: RolloutConfig, model_path: Path, port: int, log_path: Path, api_key: str) -> subprocess.Popen[bytes]:
-    import torch
+def _has_cuda() -> bool:
+    import torch  # here, as it takes seconds and attaching does not need it
 
-    cuda = torch.cuda.is_available()
-    spec = Launch(
-        argv=launch.server_command(config, model_path, port, cuda),
-        env=launch.server_environment(config, os.environ, cuda),
-        log_path=str(log_path.resolve()),
-        api_key=api_key,
-        parent_pid=os.getpid(),
-    )
+    return torch.cuda.is_available()
+
+
+def _start_supervisor(spec: Launch) -> subprocess.Popen[bytes]:
     package_root = str(Path(megatron_tim.__file__).parents[1])
     supervisor = subprocess.Popen(
         [sys.executable, "-m", "megatron_tim.rollout.supervisor"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))},
         stdin=subprocess.PIPE,
+        bufsize=0,
         # A session of its own: Ctrl-C in the terminal reaches the trainer, which decides when the server ends.
         start_new_session=True,
     )
     supervisor.stdin.write(json.dumps(dataclasses.asdict(spec)).encode() + b"\n")
-    supervisor.stdin.flush()
     return supervisor
 
 

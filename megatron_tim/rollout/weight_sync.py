@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tim.errors import UserError
-from megatron_tim.rollout.http import Connection
+from megatron_tim.rollout.connection import Connection
 
 
 def update_weights_from_disk(connection: Connection, path: Path | str, version: int | str) -> None:

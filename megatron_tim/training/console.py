@@ -75,6 +75,10 @@ class RunConsole:
                 self._print(line, style="bold")
         self._rows += 1
         self._print(step_row(metrics))
+        self.evaluation(metrics)
+
+    def evaluation(self, metrics: Mapping[str, float | None]) -> None:
+        """Prints what an evaluation found."""
         line = evaluation_line(metrics)
         if line is not None:
             self._print(line, style="green")

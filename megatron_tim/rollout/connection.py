@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import requests
-from requests.adapters import HTTPAdapter
 
 from megatron_tim.errors import UserError
 
 _CONNECT_TIMEOUT_S = 10.0
-_MOST_CONNECTIONS = 256
 
 
 class Connection:
-    """Keeps connections to one server open; safe to use from several threads."""
+    """Sends requests to one server, each on a connection of its own; safe to use from several threads.
 
-    def __init__(self, base_url: str, api_key: str, timeout_s: float) -> None:
+    A kept connection may be closed by the server while the trainer computes, just as it is used again.
+    """
+
+    def __init__(self, base_url: str, api_key: str, timeout_s: float, log_path: Path | None) -> None:
         self.base_url = base_url.rstrip("/")
+        self._log = f"its log {log_path}" if log_path else "the server's log"
         self._timeout_s = timeout_s
-        self._session = requests.Session()
-        # A proxy of the environment must not see the key, nor stand between two processes of one machine.
-        self._session.trust_env = False
-        self._session.headers["Authorization"] = f"Bearer {api_key}"
-        self._session.mount("http", HTTPAdapter(pool_maxsize=_MOST_CONNECTIONS))
+        self._headers = {"Authorization": f"Bearer {api_key}", "Connection": "close"}
 
     def get(self, endpoint: str) -> Any:
         """Returns the JSON that ``endpoint`` answers.
@@ -44,19 +43,22 @@ class Connection:
     def _request(self, method: str, endpoint: str, body: dict[str, Any] | None) -> requests.Response:
         url = self.base_url + endpoint
         try:
-            response = self._session.request(method, url, json=body, timeout=(_CONNECT_TIMEOUT_S, self._timeout_s))
+            with requests.Session() as session:
+                # A proxy of the environment must not see the key, nor stand between two processes of one machine.
+                session.trust_env = False
+                response = session.request(method, url, json=body, headers=self._headers, timeout=(_CONNECT_TIMEOUT_S, self._timeout_s))
         except requests.ConnectTimeout:
-            raise UserError(f"{url} does not accept connections; check that the server runs and see its log.") from None
+            raise UserError(f"{url} does not accept connections; check that the server runs and see {self._log}.") from None
         except requests.Timeout:
             raise UserError(
-                f"{url} gave no reply within rollout.request_timeout_s = {self._timeout_s:g} s; allow more time or see the server's log."
+                f"{url} gave no reply within rollout.request_timeout_s = {self._timeout_s:g} s; allow more time or see {self._log}."
             ) from None
         except requests.RequestException as error:
-            raise UserError(f"the connection to {url} failed ({_cause(error)}); the server may have died: see its log.") from None
+            raise UserError(f"the connection to {url} failed ({_cause(error)}); the server may have died: see {self._log}.") from None
         if response.status_code == 401:
             raise UserError(f"{url} refuses the API key; set the variable that rollout.api_key_env names to the server's key.")
         if not response.ok:
-            raise UserError(f"{url} answered {response.status_code}: {_message(response)}; see the server's log.")
+            raise UserError(f"{url} answered {response.status_code}: {_message(response)}; see {self._log}.")
         return response
 
     def _json(self, response: requests.Response) -> Any:

@@ -1,0 +1,79 @@
+"""The processes of a job on one machine: how they are started, and how they fail with one sentence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_tim.config import ParallelConfig
+from megatron_tim.errors import UserError
+
+USER_ERROR_STATUS = 2
+
+
+def default_processes(parallel: ParallelConfig) -> int:
+    """One process a GPU; without GPUs the fewest that the layout runs on."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else parallel.min_world_size
+
+
+def run_workers(processes: int, command: list[str]) -> int:
+    """Runs ``python -m megatron_tim COMMAND`` as one torchrun world and returns the exit status.
+
+    The workers print their own errors; torchrun's account of them (a traceback of its own) is left out.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, entrypoint=sys.executable)("-m", "megatron_tim", *command)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM, which torchrun sends to the survivors, ends a worker like an exit: files and servers are closed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+@contextmanager
+def exit_as_one() -> Iterator[None]:
+    """Lets a UserError that several ranks raise reach the terminal once."""
+    try:
+        yield
+    except UserError as error:
+        if _is_first_to_fail():
+            raise
+        raise SystemExit(USER_ERROR_STATUS) from error
+
+
+def _is_first_to_fail() -> bool:
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    return dist.distributed_c10d._get_default_store().add("megatron_tim/failures", 1) == 1

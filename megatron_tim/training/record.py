@@ -1,0 +1,119 @@
+"""What a run leaves behind and shows: its directory and its console, on rank 0; silent on the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_tim.config import Config, save_config
+from megatron_tim.diagnostics.report import write_report
+from megatron_tim.diagnostics.run_summary import summarise
+from megatron_tim.rollout.records import save_trajectories
+from megatron_tim.rollout.trajectory import Trajectory
+from megatron_tim.training import metric_names as names
+from megatron_tim.training.console import RunConsole
+from megatron_tim.training.preflight import Preflight
+from megatron_tim.training.run_directory import RunDirectory
+
+
+class RunRecord:
+    """Writes and prints a run. Every rank holds one; only rank 0's has a directory and speaks.
+
+    Raises:
+        UserError: the directory is in use or cannot be written.
+    """
+
+    def __init__(self, config: Config, is_main: bool) -> None:
+        self._config = config
+        self.console = RunConsole(config.run.steps, quiet=not is_main)
+        self._directory: RunDirectory | None = None
+        if is_main:
+            self._directory = RunDirectory(config.run.path, config.run.tensorboard)
+            save_config(config, self._directory.config_path)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self.console)
+            if self._directory is not None:
+                stack.enter_context(self._directory)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def begin(self, step: int, **details: Any) -> None:
+        """Goes back to ``step`` and notes the start or the resume in the run's history."""
+        if self._directory is not None:
+            self._directory.truncate_after(step)
+            self._directory.record("resume" if step else "start", step=step, **details)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator["StepMetrics"]:
+        """Collects the metrics of a step; at its end they are written and printed."""
+        metrics = StepMetrics(number, self.console)
+        yield metrics
+        metrics.finish()
+        self.write(number, metrics.values)
+        self.console.step({"step": number, **metrics.values})
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends a row to metrics.jsonl and TensorBoard."""
+        if self._directory is not None:
+            self._directory.log_metrics(step, metrics)
+
+    def trajectories(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Saves the rollout batch of a step."""
+        if self._directory is not None:
+            save_trajectories(self._directory.rollout_path(step), trajectories)
+
+    def preflight(self, result: Preflight) -> None:
+        """Prints the comparison of the two engines."""
+        self.console.preflight(vars(result))
+
+    def finish(self, next_commands: list[str]) -> None:
+        """Writes summary.json and report.html and prints how the run went."""
+        if self._directory is None:
+            return
+        path: Path = self._config.run.path
+        summary = {"name": self._config.run.name, **summarise(self._directory.metrics())}
+        self._directory.write_summary(summary)
+        write_report(path)
+        files = {
+            "report": path / "report.html",
+            "metrics": path / "metrics.jsonl",
+            "rollouts": path / "rollouts",
+            "model": path / "hf" / "final",
+            "curves": f"tensorboard --logdir {path / 'tensorboard'}",
+        }
+        self.console.summary(summary | {"files": files, "next": next_commands})
+
+
+class StepMetrics:
+    """The metrics of one step, and the seconds of its phases."""
+
+    def __init__(self, number: int, console: RunConsole) -> None:
+        self.values: dict[str, float] = {}
+        self._number, self._console, self._started = number, console, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a phase under ``seconds/NAME`` and shows that it runs."""
+        self._console.phase(self._number, name)
+        started = time.perf_counter()
+        yield
+        self.values[names.phase_seconds(name)] = time.perf_counter() - started
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics by name."""
+        self.values.update(metrics)
+
+    def finish(self) -> None:
+        """Closes the step's clock and forms the sampling rate over the whole step."""
+        seconds = time.perf_counter() - self._started
+        self.values[names.STEP_SECONDS] = seconds
+        if "rollout/tokens" in self.values:
+            self.values[names.TOKENS_PER_S] = self.values["rollout/tokens"] / seconds
