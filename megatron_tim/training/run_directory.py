@@ -94,7 +94,9 @@ class RunDirectory:
             self._event_file.write(step, metrics)
 
     def truncate_after(self, step: int) -> None:
-        """Goes back to ``step`` (0: to the start): later rows leave ``metrics.jsonl``, and so does ``summary.json``, as the run goes on.
+        """Goes back to ``step``: later rows leave ``metrics.jsonl``, and ``summary.json`` goes, because the run is no longer complete.
+
+        Step 0 is the start, before the evaluation that has the row of step 0: no row stays.
 
         The files of later rollouts stay until the resumed run writes them anew.
 
@@ -102,7 +104,7 @@ class RunDirectory:
             UserError: the disk is full or a file may not be written; the rows are then all still there.
         """
         rows = self.metrics()
-        kept = [row for row in rows if row["step"] <= step]
+        kept = [row for row in rows if 0 < step >= row["step"]]
         if len(kept) < len(rows):
             replace_whole(self.metrics_path, b"".join(map(to_json, kept)))
         with writing(self.summary_path):

@@ -146,11 +146,13 @@ def test_resume_forgets_what_came_later(tmp_path):
 
 def test_truncating_to_the_start(tmp_path):
     with RunDirectory(tmp_path, tensorboard=False) as run:
-        run.truncate_after(0)
-        run.log_metrics(1, {})
-        run.truncate_after(0)
-        assert run.metrics() == []
-        run.log_metrics(1, {})
+        for _ in range(2):
+            run.truncate_after(0)
+            assert run.metrics() == []
+            run.log_metrics(0, {})
+            run.log_metrics(1, {})
+        run.truncate_after(1)
+        assert [row["step"] for row in run.metrics()] == [0, 1]
 
 
 def test_history(tmp_path):
