@@ -215,6 +215,22 @@ def save_config(config: Config, path: Path) -> None:
         temporary.replace(path)
 
 
+def changed_keys(path: Path, config: Config) -> list[str]:
+    """What ``config`` changes against the one saved at ``path``, as 'key: old -> new'; nothing if none is there."""
+    if not path.is_file():
+        return []
+    old, new = _flat(_read_yaml(path)), _flat(config.model_dump(mode="json"))
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as one dictionary of dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")

@@ -48,6 +48,6 @@ def writing(path: Path | str) -> Iterator[None]:
         problem = _space_problem(error)
         if problem is not None:
             raise UserError(f"cannot write {path}: {problem}; free some space or choose another run.dir.") from error
-        if isinstance(error, PermissionError):
-            raise UserError(f"cannot write {path}: permission denied; choose another run.dir.") from error
+        if isinstance(error, OSError) and error.strerror:
+            raise UserError(f"cannot write {path}: {error.strerror.lower()}; choose another run.dir.") from error
         raise

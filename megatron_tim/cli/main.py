@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 import megatron_tim
-from megatron_tim.cli import doctor, train
+from megatron_tim.cli import convert, doctor, train
 from megatron_tim.errors import UserError
 
 # In the order of --help. Importing one must stay cheap: torch and the engines are imported in its run().
-COMMANDS = (train, doctor)
+COMMANDS = (train, convert, doctor)
 
 USER_ERROR = 2
 INTERRUPTED = 130

@@ -57,7 +57,12 @@ def run_workers(processes: int, command: list[str]) -> int:
 
 def stop_on_sigterm() -> None:
     """SIGTERM, which torchrun sends to the survivors, ends a worker like an exit: files and servers are closed."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one is being obeyed
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_tim.config import ParallelConfig, TrainConfig
 from megatron_tim.errors import UserError
+from megatron_tim.replay.layout import MoELayout
 
-_TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,8 @@ class Architecture:
     rope_theta: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    dense_layers: tuple[int, ...]
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """0-based numbers of the layers that route tokens to experts."""
-        return tuple(i for i in range(self.num_hidden_layers) if i not in self.dense_layers)
+    moe_layers: tuple[int, ...]
+    """0-based numbers of the layers that route tokens to experts."""
 
 
 def read_architecture(hf_path: Path) -> Architecture:
@@ -56,20 +53,16 @@ def read_architecture(hf_path: Path) -> Architecture:
         raise UserError(f"{path}: model_type is {raw.get('model_type')!r}; supported: 'qwen3_moe'.")
     _refuse_unsupported(path, raw)
     try:
-        experts = raw.get("num_experts", raw.get("num_local_experts"))
-        if experts is None:
-            raise KeyError("num_experts")
-        layers, step = raw["num_hidden_layers"], raw.get("decoder_sparse_step", 1)
-        dense = set(raw.get("mlp_only_layers") or []) | {i for i in range(layers) if (i + 1) % step}
+        routing = MoELayout.from_hf(hf_path)
         return Architecture(
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],
-            num_hidden_layers=layers,
+            num_hidden_layers=routing.num_layers,
             num_attention_heads=raw["num_attention_heads"],
             num_key_value_heads=raw["num_key_value_heads"],
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            num_experts=experts,
-            num_experts_per_tok=raw["num_experts_per_tok"],
+            num_experts=routing.num_experts,
+            num_experts_per_tok=routing.topk,
             moe_intermediate_size=raw["moe_intermediate_size"],
             intermediate_size=raw["intermediate_size"],
             norm_topk_prob=raw["norm_topk_prob"],
@@ -77,7 +70,7 @@ def read_architecture(hf_path: Path) -> Architecture:
             rope_theta=_rope_theta(path, raw),
             max_position_embeddings=raw["max_position_embeddings"],
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            dense_layers=tuple(sorted(dense)),
+            moe_layers=routing.moe_layers,
         )
     except KeyError as error:
         raise UserError(f"{path}: key {error} is missing; a Qwen3-MoE config.json has it.") from None
@@ -86,7 +79,7 @@ def read_architecture(hf_path: Path) -> Architecture:
 def transformer_config(arch: Architecture, parallel: ParallelConfig, train: TrainConfig) -> TransformerConfig:
     """Megatron's configuration of ``arch`` at a layout, with every fusion that changes bits or needs a GPU off."""
     check_layout(arch, parallel)
-    dtype = _TORCH_DTYPE[train.dtype]
+    dtype = TORCH_DTYPE[train.dtype]
     return TransformerConfig(
         num_layers=arch.num_hidden_layers,
         hidden_size=arch.hidden_size,
@@ -149,7 +142,7 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
 def _moe_settings(arch: Architecture) -> dict[str, Any]:
     return dict(
         num_moe_experts=arch.num_experts,
-        moe_layer_freq=[int(i not in arch.dense_layers) for i in range(arch.num_hidden_layers)],
+        moe_layer_freq=[int(i in arch.moe_layers) for i in range(arch.num_hidden_layers)],
         moe_router_topk=arch.num_experts_per_tok,
         moe_ffn_hidden_size=arch.moe_intermediate_size,
         # Top-k before softmax equals renormalising the k probabilities (norm_topk_prob).

@@ -31,6 +31,18 @@ def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, state: di
         UserError: the folder cannot be written; earlier checkpoints are untouched.
     """
     target = folder / f"step_{step:06d}"
+    save_weights(trainer, target, state | {"step": step})
+    if dist.get_rank() == 0:
+        _prune(folder, keep)
+    return target
+
+
+def save_weights(trainer: MegatronTrainer, target: Path, state: dict[str, Any] | None = None) -> None:
+    """Saves weights, optimizer (if there is one) and ``state`` as the folder ``target``, which appears when complete. Collective.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     partial = target.with_name(target.name + ".partial")
     with writing(target):
         if dist.get_rank() == 0:
@@ -39,12 +51,10 @@ def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, state: di
         dist.barrier()
         dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(partial))
         if dist.get_rank() == 0:
-            (partial / _STATE).write_text(json.dumps(state | {"step": step}), encoding="utf-8")
+            (partial / _STATE).write_text(json.dumps(state or {}), encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-            _prune(folder, keep)
         dist.barrier()
-    return target
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -54,11 +64,13 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
-    """Restores weights and optimizer (which must exist) from ``path`` and returns the saved ``state``. Collective.
+    """Restores weights, and the optimizer if the trainer has one, from ``path``; returns the saved ``state``. Collective.
 
     Raises:
-        UserError: the checkpoint is damaged or of another model.
+        UserError: the checkpoint is absent, damaged or of another model.
     """
+    if not (path / _STATE).is_file():
+        raise UserError(f"{path} is not a checkpoint of megatron-tim: it has no {_STATE}; give a step_N folder or one that convert wrote.")
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))

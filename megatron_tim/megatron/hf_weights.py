@@ -104,6 +104,20 @@ def save_hf(
         dist.barrier()
 
 
+def stored_dtype(hf_path: Path) -> str:
+    """The dtype of the weights in ``hf_path``: 'float32' or 'bfloat16'.
+
+    Raises:
+        UserError: there are none, or of another dtype.
+    """
+    with _Reader(Path(hf_path)) as reader:
+        path, name, dtype = reader.first()
+    names = {"F32": "float32", "BF16": "bfloat16"}
+    if dtype not in names:
+        raise UserError(f"{path}: {name} has dtype {dtype}; supported: {', '.join(names)}.")
+    return names[dtype]
+
+
 class _Reader:
     """Tensors of a safetensors folder by name; files are opened once, tensors read when asked for."""
 
@@ -129,6 +143,11 @@ class _Reader:
 
     def file_of(self, name: str) -> Path:
         return self._handles[name][0]
+
+    def first(self) -> tuple[Path, str, str]:
+        """File, name and safetensors dtype of one tensor."""
+        name, (path, handle) = next(iter(self._handles.items()))
+        return path, name, handle.get_slice(name).get_dtype()
 
     def read(self, name: str) -> Tensor:
         if name not in self._handles:

@@ -111,7 +111,7 @@ class MegatronTrainer:
         with recorder.attached(self.chunks) if recorder else nullcontext():
             results = run_schedule(
                 self.chunks,
-                self._micro_batches(samples),
+                self.micro_batches(samples),
                 on_logits,
                 forward_only=True,
                 after_forward=(lambda batch: recorder.after_forward(batch, samples)) if recorder else None,
@@ -137,7 +137,7 @@ class MegatronTrainer:
             loss_sum, result = objective(batch, self._token_logprobs(batch, logits, temperature))
             return loss_sum / denominator, result
 
-        results = run_schedule(self.chunks, self._micro_batches(samples), on_logits, forward_only=False)
+        results = run_schedule(self.chunks, self.micro_batches(samples), on_logits, forward_only=False)
         return _gather_results(results)
 
     def step(self, samples: list[Sample], objective: Objective, denominator: float, temperature: float = 1.0) -> StepResult:
@@ -153,8 +153,9 @@ class MegatronTrainer:
         """Writes the model as a Hugging Face folder (see ``hf_weights.save_hf``)."""
         save_hf(self.chunks, self.arch, self.hf_path, target, dtype)
 
-    def _micro_batches(self, samples: list[Sample]) -> list[MicroBatch]:
-        plan = plan_micro_batches(
+    def micro_batches(self, samples: list[Sample]) -> list[MicroBatch]:
+        """This data-parallel rank's share of the samples, packed; as many micro-batches as every other rank has."""
+        plan = planmicro_batches(
             [len(s.tokens) for s in samples],
             self.train_config.tokens_per_micro_batch,
             parallel_state.get_data_parallel_world_size(),

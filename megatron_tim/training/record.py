@@ -8,8 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_tim.config import Config, save_config
-from megatron_tim.diagnostics.report import write_report
+from megatron_tim.config import Config, changed_keys, save_config
 from megatron_tim.diagnostics.run_summary import summarise
 from megatron_tim.rollout.records import save_trajectories
 from megatron_tim.rollout.trajectory import Trajectory
@@ -30,8 +29,10 @@ class RunRecord:
         self._config = config
         self.console = RunConsole(config.run.steps, quiet=not is_main)
         self._directory: RunDirectory | None = None
+        self._changes: list[str] = []
         if is_main:
             self._directory = RunDirectory(config.run.path, config.run.tensorboard)
+            self._changes = changed_keys(self._directory.config_path, config)
             save_config(config, self._directory.config_path)
 
     def __enter__(self) -> Self:
@@ -45,11 +46,15 @@ class RunRecord:
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
 
-    def begin(self, step: int, **details: Any) -> None:
-        """Goes back to ``step`` and notes the start or the resume in the run's history."""
-        if self._directory is not None:
-            self._directory.truncate_after(step)
-            self._directory.record("resume" if step else "start", step=step, **details)
+    def begin(self, step: int) -> None:
+        """Goes back to ``step`` and notes the start, or the resume and what the configuration changed, in the run's history."""
+        if self._directory is None:
+            return
+        self._directory.truncate_after(step)
+        self._directory.record("resume" if step else "start", step=step, changed=self._changes)
+        if step:
+            changes = f", with another configuration: {', '.join(self._changes)}" if self._changes else ""
+            self.console.say(f"Resumed after step {step} of {self._config.run.steps}{changes}.")
 
     @contextmanager
     def step(self, number: int) -> Iterator["StepMetrics"]:
@@ -79,6 +84,9 @@ class RunRecord:
         if self._directory is None:
             return
         path: Path = self._config.run.path
+        # The plotting library takes a second to import, and only here is it needed.
+        from megatron_tim.diagnostics.report import write_report
+
         summary = {"name": self._config.run.name, **summarise(self._directory.metrics())}
         self._directory.write_summary(summary)
         write_report(path)
