@@ -13,11 +13,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron_tim.errors import UserError, writing
+from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.trainer import MegatronTrainer
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -78,20 +78,18 @@ def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"checkpoint {path} cannot be loaded ({reason[0]}); delete it to continue from the one before.") from error
     for number, chunk in enumerate(trainer.chunks):
-        chunk.load_state_dict(loaded[f"model{number}"])
+        unwrap(chunk).load_state_dict(loaded[f"model{number}"])
     if trainer.optimizer is not None:
         trainer.optimizer.load_state_dict(loaded["optimizer"])
-    torch.set_rng_state(loaded["rng"]["cpu"])
     return state
 
 
 def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:
-    models = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
+    models = {f"model{number}": unwrap(chunk).sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
     state: dict[str, Any] = dict(models)
     if trainer.optimizer is not None:
         parameters = models["model0"] if len(models) == 1 else models
         state["optimizer"] = trainer.optimizer.sharded_state_dict(parameters, is_loading=is_loading)
-    state["rng"] = {"cpu": torch.get_rng_state()}
     return state
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 
 from megatron_tim.errors import UserError
 
@@ -112,6 +113,9 @@ def _patch_factories() -> None:
 
         return wrapped
 
+    # `with torch.device(...)` (transformers loads models so) knows the factories by identity and
+    # remembers them at its first use: it must remember the originals, which the wrappers call.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

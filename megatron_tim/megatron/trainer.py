@@ -155,7 +155,7 @@ class MegatronTrainer:
 
     def micro_batches(self, samples: list[Sample]) -> list[MicroBatch]:
         """This data-parallel rank's share of the samples, packed; as many micro-batches as every other rank has."""
-        plan = planmicro_batches(
+        plan = plan_micro_batches(
             [len(s.tokens) for s in samples],
             self.train_config.tokens_per_micro_batch,
             parallel_state.get_data_parallel_world_size(),
