@@ -20,7 +20,7 @@ class MoELayout:
     topk: int
 
     @classmethod
-    def from_hf(cls, folder: Path | str) -> "MoELayout":
+    def from_hf(cls, folder: Path | str) -> MoELayout:
         """Reads the layout of the model in ``folder``.
 
         Raises:

@@ -162,14 +162,13 @@ class SGLangClient:
     def _logprob_temperature(self, temperature: float, prompt: list[int]) -> float:
         """Returns the temperature that recorded log-probs refer to: the sampling one, or 1 with SGLANG_RETURN_ORIGINAL_LOGPROB=1.
 
-        The variable is the server's and cannot be asked for, so one token is sampled at two
-        temperatures: the distance between the first and the eighth log-prob shows the division.
+        The variable is the server's and cannot be asked for, so one token is sampled at temperatures
+        1 and 2: the distance between the first and the eighth log-prob is halved, or it is not.
         """
         if temperature == 1.0:
             return 1.0
         if self._records_tempered is None:
-            spread, tempered = (self._spread(value, prompt) for value in (1.0, temperature))
-            self._records_tempered = abs(tempered * temperature - spread) < abs(tempered - spread)
+            self._records_tempered = self._spread(2.0, prompt) < 0.75 * self._spread(1.0, prompt)
         return temperature if self._records_tempered else 1.0
 
     def _spread(self, temperature: float, prompt: list[int]) -> float:

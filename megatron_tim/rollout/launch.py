@@ -47,7 +47,7 @@ def check_tested(version: str) -> None:
     """Refuses a version that is known not to work and warns of one that is not tested."""
     match = re.match(r"0\.5\.(\d+)", version)
     if match is None or int(match[1]) < _OLDEST_PATCH:
-        raise UserError(f"SGLang {version} is not supported; install sglang {TESTED_VERSION} (0.5.{_OLDEST_PATCH} or later of 0.5 may work).")
+        raise UserError(f"SGLang {version} is not supported; install {TESTED_VERSION} (0.5.{_OLDEST_PATCH} or later of 0.5 may work).")
     if version != TESTED_VERSION:
         warnings.warn(f"SGLang {version} is not the tested version {TESTED_VERSION}; check the preflight's numbers.", stacklevel=3)
 

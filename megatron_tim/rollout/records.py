@@ -11,6 +11,7 @@ Parquet has no 8-bit integers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,7 +137,9 @@ def from_bytes(data: bytes | memoryview) -> list[Trajectory]:
         with pa.ipc.open_stream(pa.py_buffer(data)) as reader:
             table = reader.read_all()
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"the received trajectories are not an Arrow stream ({_one_line(error)}); all ranks must run the same version.") from None
+        raise UserError(
+            f"the received trajectories are not an Arrow stream ({_one_line(error)}); all ranks must run the same version."
+        ) from None
     return from_table(table, "the received trajectories")
 
 
@@ -206,10 +209,12 @@ def _routes(buffer: pa.Buffer | None, dtype: str | None, shape: list[int] | None
     if buffer is None:
         return None
     if dtype not in _ROUTE_DTYPES or shape is None or len(shape) != 3:
-        raise ValueError(f"routed_experts needs routed_experts_dtype {' or '.join(_ROUTE_DTYPES)} and three sizes, found {dtype} and {shape}")
+        kinds = " or ".join(_ROUTE_DTYPES)
+        raise ValueError(f"routed_experts needs routed_experts_dtype {kinds} and three sizes, found {dtype} and {shape}")
     kind = np.dtype(dtype).newbyteorder("<")
-    if buffer.size != kind.itemsize * int(np.prod(shape)):
-        raise ValueError(f"routed_experts has {buffer.size} bytes, routed_experts_shape {shape} of {dtype} needs {kind.itemsize * int(np.prod(shape))}")
+    expected = kind.itemsize * math.prod(shape)
+    if buffer.size != expected:
+        raise ValueError(f"routed_experts has {buffer.size} bytes, routed_experts_shape {shape} of {dtype} needs {expected}")
     return np.frombuffer(buffer, dtype=kind).reshape(shape).astype(dtype, copy=False)
 
 

@@ -45,7 +45,9 @@ class SGLangServer:
     Used as a context manager, it stops a server that it started; one that it attached to keeps running.
     """
 
-    def __init__(self, base_url: str, api_key: str, log_path: Path | None = None, supervisor: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, base_url: str, api_key: str, log_path: Path | None = None, supervisor: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.base_url = base_url
         self.api_key = api_key
         self.log_path = log_path
@@ -135,7 +137,8 @@ class SGLangServer:
             elapsed = time.monotonic() - started
             stage = _stage(self.log_path)
             if self._supervisor.poll() is not None:
-                raise UserError(f"the SGLang server stopped while it was {stage}: {_last_error(self.log_path)}; its log is {self.log_path}.")
+                reason = _last_error(self.log_path)
+                raise UserError(f"the SGLang server stopped while it was {stage}: {reason}; its log is {self.log_path}.")
             if elapsed > timeout_s:
                 raise UserError(
                     f"the SGLang server was not ready after rollout.start_timeout_s = {timeout_s:g} s (it was {stage});"

@@ -77,8 +77,9 @@ def kill_descendants() -> None:
     """
     shared: set[int] = set()
     while children := psutil.Process().children(recursive=True):
+        # All are looked at before the first is killed: SGLang's processes die with their parent.
+        shared |= set().union(*(_shared_memory_inodes(child.pid) for child in children))
         for child in children:
-            shared |= _shared_memory_inodes(child.pid)
             _kill(child)
         psutil.wait_procs(children, timeout=1.0)
     with os.scandir(_SHARED_MEMORY) as entries:

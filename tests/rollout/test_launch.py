@@ -41,8 +41,8 @@ PARENT = {
 @pytest.mark.parametrize("cuda", [False, True])
 def test_nothing_of_the_trainer_reaches_the_server(cuda: bool) -> None:
     env = launch.server_environment(RolloutConfig(), PARENT, cuda)
-    ours = {"TORCHINDUCTOR_CACHE_DIR"} if cuda else {"TORCHINDUCTOR_CACHE_DIR", "SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
-    assert set(env) - ours == {"PATH", "HOME", "HF_HUB_OFFLINE", "NCCL_SOCKET_IFNAME"}
+    cpu_only = set() if cuda else {"SGLANG_USE_CPU_ENGINE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"}
+    assert set(env) - cpu_only - {"TORCHINDUCTOR_CACHE_DIR"} == {"PATH", "HOME", "HF_HUB_OFFLINE", "NCCL_SOCKET_IFNAME"}
     assert env.get("OMP_NUM_THREADS") == (None if cuda else "1")
 
 
@@ -76,10 +76,10 @@ def test_a_port_in_use_is_refused_and_a_free_one_found() -> None:
         launch.choose_port("192.0.2.1", 30000)
 
 
-@pytest.mark.parametrize(("version", "message"), [("0.5.17", "not supported"), ("0.6.0", "not supported"), ("0.4.9.post1", "not supported")])
-def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, message: str) -> None:
+@pytest.mark.parametrize("version", ["0.5.17", "0.6.0", "0.4.9.post1"])
+def test_a_version_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    with pytest.raises(UserError, match=f"SGLang {version} is {message}"):
+    with pytest.raises(UserError, match=f"SGLang {version} is not supported"):
         launch.check_version()
 
 

@@ -101,7 +101,10 @@ def test_names_a_missing_field(field: str) -> None:
         read(broken)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=5))
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
+
+
+@given(st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner), max_leaves=5))
 def test_any_json_is_answered_with_a_sentence(value: object) -> None:
     with pytest.raises(UserError, match="run-3-0"):
         read({"output_ids": value, "meta_info": value})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_tim.rollout.supervisor import Launch
+from tests.rollout.processes import is_alive, wait_for
 
 # A server that leaves nothing out: a child in another session, whose parent is gone, which ignores
 # polite signals and holds a semaphore in shared memory; it prints its key and its configuration.
@@ -41,7 +42,8 @@ time.sleep(600)
 PARENT = """
 import json, os, subprocess, sys, time
 spec = json.loads(sys.argv[1]) | {"parent_pid": os.getpid()}
-supervisor = subprocess.Popen([sys.executable, "-m", "megatron_tim.rollout.supervisor"], stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+words = [sys.executable, "-m", "megatron_tim.rollout.supervisor"]
+supervisor = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 supervisor.stdin.write(json.dumps(spec).encode() + b"\\n")
 open("supervisor.pid", "w").write(str(supervisor.pid))
 if "--fork" in sys.argv and os.fork() == 0:
@@ -51,19 +53,6 @@ if "--fork" in sys.argv and os.fork() == 0:
 time.sleep(600)
 """
 KEY = "s3cret-key"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return condition()
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @dataclasses.dataclass
@@ -77,8 +66,8 @@ class Tree:
         return int(path.read_text())
 
     def assert_gone(self) -> None:
-        for name in ("server", "orphan", "supervisor"):
-            assert wait_for(lambda pid=self.pid(name): not is_alive(pid), 10), f"{name} is alive"
+        pids = {name: self.pid(name) for name in ("server", "orphan", "supervisor")}
+        assert wait_for(lambda: not any(is_alive(pid) for pid in pids.values()), 10), pids
         assert not Path((self.folder / "tmpdir").read_text()).exists()
 
 
@@ -137,6 +126,7 @@ def test_the_supervisor_is_killed(start: Callable[..., Tree]) -> None:
     os.kill(tree.pid("supervisor"), signal.SIGKILL)
     assert wait_for(lambda: not is_alive(tree.pid("server")))
     os.kill(tree.pid("orphan"), signal.SIGKILL)
+    shutil.rmtree((tree.folder / "tmpdir").read_text())
 
 
 def test_no_shared_memory_is_left(start: Callable[..., Tree]) -> None:
