@@ -35,15 +35,14 @@ class MoELayout:
             raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
         config = config.get("text_config", config)
         num_experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
-        if num_experts is None or not config.get("num_experts_per_tok"):
+        layers, topk = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+        if not (layers and num_experts and topk):
             raise UserError(f"{path} describes a model without routed experts, so it has no routes to record; turn replay off.")
-        layers = config["num_hidden_layers"]
-        moe_layers = tuple(layer for layer in range(layers) if _is_moe(config, layer))
-        return cls(layers, moe_layers, num_experts, config["num_experts_per_tok"])
+        return cls(layers, tuple(layer for layer in range(layers) if _is_moe(config, layer)), num_experts, topk)
 
 
 def _is_moe(config: dict[str, Any], layer: int) -> bool:
     """The rules of transformers' Qwen2-MoE and Qwen3-MoE (first), and DeepSeek (second)."""
     if "n_routed_experts" in config:
         return layer >= config.get("first_k_dense_replace", 0) and layer % config.get("moe_layer_freq", 1) == 0
-    return layer not in config.get("mlp_only_layers", ()) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0

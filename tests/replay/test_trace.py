@@ -105,6 +105,7 @@ DEEPSEEK = {"num_hidden_layers": 4, "n_routed_experts": 64, "num_experts_per_tok
         ({**QWEN3, "num_experts": None, "num_local_experts": 16}, MoELayout(4, (0, 1, 2, 3), 16, 2)),
         (DEEPSEEK, MoELayout(4, (1, 2, 3), 64, 6)),
         (DEEPSEEK | {"moe_layer_freq": 2}, MoELayout(4, (2,), 64, 6)),
+        (QWEN3 | {"mlp_only_layers": None, "decoder_sparse_step": None}, MoELayout(4, (0, 1, 2, 3), 8, 2)),
         ({"text_config": QWEN3}, MoELayout(4, (0, 1, 2, 3), 8, 2)),
     ],
 )

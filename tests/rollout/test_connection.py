@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,26 @@ def test_an_answer_to_fewer_requests_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="prompt 1 has no tokens"):
         client.sample([[1], []], 2, temperature=1.0, max_new_tokens=1, concurrency=2, return_routed_experts=False)
     assert client.sample([], 2, temperature=1.0, max_new_tokens=1, concurrency=2, return_routed_experts=False) == []
+
+
+@pytest.mark.parametrize("tempered", [True, False])
+def test_the_temperature_of_recorded_logprobs_is_found_out(tempered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with SGLANG_RETURN_ORIGINAL_LOGPROB=1 records log-probs of temperature 1 whatever it samples at."""
+
+    def post(_: Connection, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        if endpoint == "/generate" and "top_logprobs_num" in body:
+            divisor = body["sampling_params"]["temperature"] if tempered else 1.0
+            return {"meta_info": {"output_top_logprobs": [[[-0.1 / divisor, 4, None], [-3.0 / divisor, 5, None]]]}}
+        meta = {"id": body["rid"][0], "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 3, None]]}
+        return [{"output_ids": [3], "meta_info": meta | {"weight_versions": [{"version": "0", "start": 0, "end": 1}]}}]
+
+    monkeypatch.setattr(Connection, "post", post)
+    monkeypatch.setattr(Connection, "get", lambda *_: {"version": "0.5.23", "dtype": "float32"})
+    client = SGLangClient("http://127.0.0.1:1", "key", timeout_s=5)
+    arguments = {"max_new_tokens": 1, "concurrency": 1, "return_routed_experts": False}
+    for temperature in (1.0, 0.7, 0.99):
+        (trajectory,) = client.sample([[1]], 1, temperature=temperature, **arguments)
+        assert trajectory.logprob_temperature == (temperature if tempered else 1.0)
 
 
 def test_the_proxy_of_the_environment_is_not_used(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
