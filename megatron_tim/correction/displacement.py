@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# exp(20) = 4.9e8. Ratios are held between exp(-20) and exp(20) in losses and metrics, verl's bound, so that a
-# single absurd token cannot turn a sum into inf.
+# Losses and metrics hold ratios below exp(20) = 4.9e8, verl's bound, so that a single absurd token cannot turn a
+# sum into inf. Downwards a ratio ends at 0 by itself.
 LOG_RATIO_BOUND = 20.0
 
 
@@ -25,8 +25,8 @@ def mismatch_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def bounded_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(logprobs - reference), held between exp(-20) and exp(20): finite for every finite input."""
-    return torch.exp((logprobs - reference_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+    """exp(logprobs - reference), at most exp(20): finite for every finite input."""
+    return torch.exp((logprobs - reference_logprobs).clamp(max=LOG_RATIO_BOUND))
 
 
 def one_minus_p(logprobs: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config
 
 
 def ppo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi_theta / pi_old held between exp(-20) and exp(20)."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi_theta / pi_old at most exp(20)."""
     ratio = bounded_ratio(logprobs, old_logprobs)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)

@@ -47,7 +47,7 @@ def token_sums(
     # Invalid tokens get log k = 0 and weight 1 and drop out of every sum of a difference from 1. Such
     # differences also keep the digits that E[k^2] - E[k]^2 would cancel when k is close to 1.
     log_ratio = torch.where(valid, train_logprobs.double() - rollout_logprobs.double(), 0)
-    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    bounded = log_ratio.clamp(max=LOG_RATIO_BOUND)
     excess = torch.expm1(bounded)
     low, high = sorted((1 / cap, cap))
     clipped = excess.clamp(low - 1, high - 1)
@@ -88,7 +88,7 @@ def sequence_sums(train_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tenso
     present = length > 0
     train = -sequence_sum(torch.where(valid, train_logprobs.double(), 0), cu_seqlens) / length.clamp(min=1)
     rollout = -sequence_sum(torch.where(valid, rollout_logprobs.double(), 0), cu_seqlens) / length.clamp(min=1)
-    log_ratio = (length * (rollout - train)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio = (length * (rollout - train)).clamp(max=LOG_RATIO_BOUND)
     sums = {
         "sequences": present,
         "training_ppl": torch.where(present, _perplexity(train), 0),

@@ -25,7 +25,6 @@ from megatron_tim.correction.losses import policy_loss
 from megatron_tim.correction.sums import MetricSums, mean, total
 from megatron_tim.correction.validation import check_token_tensors, finite_tokens
 
-FORMS = ("recompute", "bypass")
 PREFIX = "objective/"
 
 
@@ -78,10 +77,10 @@ def objective_sums(
     positive, negative = advantages > 0, advantages < 0
     sums = {"tokens": mask, "nonfinite": mask & ~valid, "positive": positive, "negative": negative}
     sums |= {name: valid & flag for name, flag in flags.items()}
-    for form, reference in zip(FORMS, (old_logprobs, rollout_logprobs), strict=True):
+    for form, reference in {"recompute": old_logprobs, "bypass": rollout_logprobs}.items():
         if reference is not None:
             log_ratio = logprobs.double() - reference.double()
-            excess = torch.expm1(log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+            excess = torch.expm1(log_ratio.clamp(max=LOG_RATIO_BOUND))
             contribution = -excess * advantages
             sums |= {
                 f"{form}/contribution_positive": torch.where(positive, contribution, 0),
@@ -98,7 +97,7 @@ def summarise_objective(sums: MetricSums) -> dict[str, float]:
     if not value:
         return {}
     count = value["tokens"] - value["nonfinite"]
-    forms = [form for form in FORMS if f"{form}/k1" in value]
+    forms = [form for form in ("recompute", "bypass") if f"{form}/k1" in value]
     metrics = {f"{PREFIX}tokens": value["tokens"], f"{PREFIX}nonfinite_tokens": value["nonfinite"]}
     for form in forms:
         for sign in ("positive", "negative"):

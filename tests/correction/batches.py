@@ -14,8 +14,7 @@ from torch import Tensor
 examples = settings(deadline=None, derandomize=True, max_examples=60)
 
 RUBBISH = (math.nan, math.inf, -math.inf, 7.0)
-log_probability = st.one_of(st.floats(-12, -1e-7), st.floats(-1e-3, 0), st.just(0.0))
-ratio_logs = st.one_of(st.floats(-0.5, 0.5), st.floats(-6, 6))
+log_probability = st.one_of(st.floats(-12, -0.1), st.floats(-2, -1e-7), st.floats(-1e-3, 0))
 
 
 @dataclass
@@ -31,8 +30,8 @@ class Token:
 def tokens(draw: st.DrawFn, broken: bool = True) -> Token:
     """One token; with ``broken``, sometimes a sampled one whose log-prob is not finite."""
     train = draw(log_probability)
-    rollout = min(0.0, train - draw(ratio_logs))
-    current = min(0.0, train + draw(st.floats(-0.6, 0.6)))
+    rollout = draw(st.one_of(log_probability, st.floats(0.3, 3).map(lambda factor: factor * train)))
+    current = train * draw(st.floats(0.4, 2))
     token = Token(train, rollout, draw(st.integers(0, 4)) > 0, current, draw(st.floats(-3, 3)))
     if broken and draw(st.integers(0, 9)) == 0:
         setattr(token, draw(st.sampled_from(["train", "rollout"])), draw(st.sampled_from([math.nan, math.inf, -math.inf])))

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from megatron_tim.correction import CorrectionConfig, LossConfig
 from tests.correction.batches import Token
 
-BOUND = 20.0
-
 
 def weight(token: Token, config: CorrectionConfig) -> float:
     k = math.exp(token.train - token.rollout)
@@ -91,7 +89,8 @@ def token_loss(token: Token, token_weight: float, reference: float, config: Loss
 
 
 def bound(log: float) -> float:
-    return min(max(log, -BOUND), BOUND)
+    """The logarithm of a ratio, held where the package holds it."""
+    return min(log, 20.0)
 
 
 def average(values: Iterable[float]) -> float:

@@ -25,10 +25,12 @@ def test_both_equal_loops(pairs: list[tuple[float, int]]) -> None:
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES.values())
-def test_a_group_of_one_or_of_equal_rewards_is_exactly_0(advantage) -> None:
+@examples
+@given(reward=st.floats(-10, 10), size=st.integers(1, 12))
+def test_a_group_of_one_or_of_equal_rewards_is_exactly_0(advantage, reward: float, size: int) -> None:
     """The mean of three times 0.1 is not 0.1 in floating point; the advantage must still be 0."""
-    rewards = torch.tensor([0.1, 0.1, 0.1, 7.0, 0.1], dtype=torch.float64)
-    assert advantage(rewards, torch.tensor([4, 4, 4, 9, 4])).tolist() == [0] * 5
+    rewards, groups = torch.tensor([0.1] * 3 + [reward] * size, dtype=torch.float64), torch.tensor([9] * 3 + [4] * size)
+    assert advantage(rewards, groups).tolist() == [0] * (3 + size)
 
 
 def test_by_hand() -> None:

@@ -141,9 +141,23 @@ def test_absurd_but_finite_log_probs_give_finite_metrics() -> None:
     out = correct(train, rollout, torch.tensor([[True, True]]), CorrectionConfig())
     assert all(map(math.isfinite, out.metrics.values()))
     assert out.metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(20))
-    assert out.metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-20), rel=1e-6)
+    assert out.metrics["rollout_corr/rollout_is_min"] == 0
     assert out.metrics["rollout_corr/training_ppl"] == pytest.approx(math.exp(88))
     assert out.weights.tolist()[0] == pytest.approx([0, 1 + 2.3 * (1 - math.exp(-0.5))])
+
+
+def test_a_long_drift_keeps_the_sequence_metrics_finite() -> None:
+    """600 tokens that each gain 0.5 nats: the product is e^300, held at e^20."""
+    train, mask = torch.full((2, 600), -0.5), torch.ones(2, 600, dtype=torch.bool)
+    train[1] = -1.5
+    metrics = correct(train, torch.full((2, 600), -1.0), mask, CorrectionConfig()).metrics
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40) / 2)
+
+
+def test_weights_that_all_vanish_have_no_effective_sample() -> None:
+    train, rollout = torch.full((1, 2), -1e3), torch.full((1, 2), -1.0)
+    metrics = correct(train, rollout, torch.tensor([[True, True]]), CorrectionConfig()).metrics
+    assert metrics["rollout_corr/weight_mean"] == metrics["rollout_corr/weight_eff_sample_size"] == 0
 
 
 def test_rounding_above_0_is_a_sure_token() -> None:

@@ -60,6 +60,12 @@ def test_no_advantage_is_never_clipped() -> None:
     assert not flags["clip_high"].any() and not flags["clip_low"].any()
 
 
+def test_a_ratio_on_the_bound_is_not_clipped() -> None:
+    config = LossConfig(name="ppo", clip_low=0, clip_high=0)
+    _, flags = policy_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, -1.0]), torch.ones(2), config)
+    assert not flags["clip_high"].any() and not flags["clip_low"].any()
+
+
 def test_reinforce_has_no_flags() -> None:
     loss, flags = policy_loss(torch.tensor([-2.0]), torch.tensor([-9.0]), torch.tensor([3.0]), torch.tensor([0.5]), LossConfig())
     assert loss.tolist() == [3.0] and flags == {}

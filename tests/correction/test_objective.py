@@ -130,12 +130,33 @@ def test_a_dropped_token_leaves_the_others_as_they_are() -> None:
     value, leaf, _ = run(ROWS, correction, loss)
     value.backward()
     broken = [[ROWS[0][0], replace(ROWS[0][1], train=-math.inf), ROWS[0][2]], ROWS[1]]
-    _, other, sums = run(broken, correction, loss)
-    run_value, other, sums = run(broken, correction, loss)
-    run_value.backward()
+    value, other, sums = run(broken, correction, loss)
+    value.backward()
     assert other.grad[0, 1] == 0
     assert torch.equal(other.grad[0, [0, 2]], leaf.grad[0, [0, 2]]) and torch.equal(other.grad[1], leaf.grad[1])
     assert summarise(sums)["objective/tokens"] == 4
+
+
+@pytest.mark.parametrize(("correction", "loss"), MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["train", "rollout", "current"])
+def test_a_non_finite_log_prob_poisons_nothing(correction: CorrectionConfig, loss: LossConfig, bad: float, field: str) -> None:
+    """Whichever log-prob is broken, the token is dropped; bypass mode does not look at the old policy."""
+    token, other = replace(ROWS[0][0], advantage=-1.0), ROWS[0][2]
+    value, leaf, sums = run([[replace(token, **{field: bad}), other]], correction, loss)
+    value.backward()
+    unread = field == "train" and correction.mode == "bypass"
+    rest, _, _ = run([[other, *([token] if unread else [])]], correction, loss)
+    assert value.item() == pytest.approx(rest.item(), rel=1e-12)
+    assert leaf.grad.isfinite().all() and (leaf.grad[0, 0] != 0) == unread
+    metrics = summarise(sums)
+    assert metrics["objective/nonfinite_tokens"] == (not unread)
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_pg_loss_is_the_mean_over_the_mask() -> None:
+    value, _, sums = run(ROWS, CorrectionConfig(), LossConfig())
+    assert summarise(sums)["actor/pg_loss"] == pytest.approx(value.item() / 4)
 
 
 def test_entropy_bonus_is_neither_weighted_nor_dropped() -> None:
@@ -189,20 +210,22 @@ def test_recompute_leaves_the_correction_to_the_rollout_batch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_low_precision_log_probs_are_widened(dtype: torch.dtype) -> None:
-    mask, ones = torch.tensor([[True, True]]), torch.ones(1, 2)
-    leaf = torch.tensor([[-1.0, -2.0]], dtype=dtype, requires_grad=True)
+def test_low_precision_inputs_are_widened(dtype: torch.dtype) -> None:
+    """In bf16 the sum of 257 ones and a half would be 256 or 258."""
+    logprobs, ones = torch.full((1, 257), -1.0, dtype=dtype), torch.ones(1, 257, dtype=dtype)
+    logprobs[0, 0] = -1.5
+    leaf = logprobs.clone().requires_grad_()
     value, _ = token_objective(
         leaf,
-        None,
-        old_logprobs=torch.tensor([[-1.0, -2.0]]),
-        rollout_logprobs=torch.tensor([[-1.0, -2.0]]),
+        ones,
+        old_logprobs=logprobs,
+        rollout_logprobs=logprobs,
         advantages=ones,
-        mask=mask,
+        mask=ones.bool(),
         weights=ones,
         correction=CorrectionConfig(),
         loss=LossConfig(),
     )
-    assert value.dtype == torch.float32 and value.item() == 3.0
+    assert value.dtype == torch.float32 and value.item() == 257.5
     value.backward()
-    assert leaf.grad.dtype == dtype and leaf.grad.tolist() == [[-1, -1]]
+    assert leaf.grad.dtype == dtype and leaf.grad.eq(-1).all()

@@ -53,7 +53,7 @@ def test_devices() -> None:
     ("offsets", "sentence"),
     [
         ([0, 4, 3, 5], "cu_seqlens falls from 4 to 3 at index 2; it must be increasing."),
-        ([0, 4], "cu_seqlens ends at 4; it must end at the number of tokens, 5."),
+        ([0, 2, 4], "cu_seqlens ends at 4; it must end at the number of tokens, 5."),
         ([0, 9], "cu_seqlens ends at 9; it must end at the number of tokens, 5."),
         ([1, 5], "cu_seqlens starts with [1]; it must start with 0."),
         ([0.0, 5.0], "cu_seqlens is torch.float32 of shape (2,); it must be an int32 or int64 tensor of shape [N + 1]."),
