@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron_tim.correction import CorrectionConfig, LossConfig
+from megatron_tim.correction import CorrectionConfig, LossConfig, check_combination
 from megatron_tim.errors import UserError, writing
 
 
@@ -140,11 +140,12 @@ class AdvantageConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on `data.train` before RL, for a model that cannot solve anything yet."""
+    """Supervised steps before RL, for a model that cannot solve anything yet."""
 
     max_steps: int = Field(0, ge=0, description="Most supervised steps; 0 turns the warm start off.")
-    target_accuracy: float = Field(0.15, gt=0, lt=1, description="Stop when this share of held-out problems is solved greedily.")
-    check_every: int = Field(10, ge=1, description="Steps between checks of the share solved.")
+    data: Path | None = Field(None, description="JSONL of worked answers to imitate; data.train when null.")
+    target_reward: float = Field(0.2, gt=0, lt=1, description="Stop when sampling would earn this mean reward on held-out problems.")
+    check_every: int = Field(10, ge=1, description="Steps between checks of the expected reward.")
     batch_size: int = Field(64, ge=1, description="Problems per step.")
     problems: int = Field(200, ge=1, description="Held-out problems of a check.")
     lr: float = Field(1e-3, gt=0)
@@ -179,6 +180,11 @@ class Config(Section):
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     preflight: PreflightConfig = PreflightConfig()
+
+    @model_validator(mode="after")
+    def _correction_fits_loss(self) -> "Config":
+        check_combination(self.correction, self.loss)
+        return self
 
     @model_validator(mode="after")
     def _minibatches_fit(self) -> "Config":

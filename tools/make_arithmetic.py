@@ -1,6 +1,10 @@
 """Writes small arithmetic word problems in GSM8K's form, for runs that a tiny model can learn on a CPU.
 
-example: python tools/make_arithmetic.py --out data/arithmetic --train 4000 --max 20
+    python tools/make_arithmetic.py --out data/arithmetic
+
+The new folder gets three files of distinct questions: train.jsonl and eval.jsonl with right answers, and
+warm_start.jsonl, the training questions as careless students answered them: two in three are off by one or two.
+A model that imitates those is right about one time in three, and knows enough for RL to teach it the rest.
 """
 
 from __future__ import annotations
@@ -9,8 +13,7 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import product
 from pathlib import Path
 
 from new_folder import new_folder
@@ -19,105 +22,75 @@ from megatron_tim.errors import UserError
 
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gia", "Hugo")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
-HELD_OUT_SHARE = 0.2  # of the operand pairs
+SIGN_OF_VERB = {"gets": 1, "finds": 1, "loses": -1, "sells": -1}
+STORY = "{name} has {a} {things} and {verb} {b}. How many now?"
+MISTAKES = (1, 2)  # a careless student counts one or two too many
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One arithmetic operation: its sign and the stories that ask for it."""
-
-    sign: str
-    stories: tuple[str, ...]
-
-    def result(self, a: int, b: int) -> int:
-        return {"+": a + b, "-": a - b, "*": a * b}[self.sign]
-
-
-OPERATIONS = {
-    "add": Operation(
-        "+",
-        (
-            "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
-            "{name} has {a} {things}. {other} has {b} {things}. How many {things} do they have together?",
-            "There are {a} {things} in a box and {b} {things} in a bag. How many {things} are there?",
-        ),
-    ),
-    "subtract": Operation(
-        "-",
-        (
-            "{name} has {a} {things} and gives {b} to {other}. How many {things} does {name} have now?",
-            "There are {a} {things} in a box. {name} takes {b}. How many {things} are left?",
-            "{name} has {a} {things}. {other} has {b} {things}. How many more {things} does {name} have?",
-        ),
-    ),
-    "multiply": Operation("*", ("{name} has {a} boxes with {b} {things} each. How many {things} does {name} have?",)),
-}
+def all_problems(largest: int) -> list[tuple[str, int]]:
+    """Every (question, result) with operands 1..``largest`` and no negative result."""
+    numbers = range(1, largest + 1)
+    return [
+        (STORY.format(name=name, a=a, things=things, verb=verb, b=b), a + sign * b)
+        for name, things, (verb, sign), a, b in product(NAMES, THINGS, SIGN_OF_VERB.items(), numbers, numbers)
+        if a + sign * b >= 0
+    ]
 
 
-def split_pairs(largest: int, seed: int) -> dict[str, list[tuple[int, int]]]:
-    """Splits the unordered operand pairs 1..``largest`` into disjoint ``train`` and ``eval`` lists.
-
-    Unordered, because 3 + 4 in training would give 4 + 3 away.
-    """
-    pairs = list(combinations_with_replacement(range(1, largest + 1), 2))
-    random.Random(seed).shuffle(pairs)
-    held_out = max(1, round(HELD_OUT_SHARE * len(pairs)))
-    return {"eval": pairs[:held_out], "train": pairs[held_out:]}
+def row(question: str, result: int) -> dict[str, str]:
+    """A problem in GSM8K's form."""
+    return {"question": question, "answer": f"#### {result}"}
 
 
-def make_problem(rng: random.Random, pairs: list[tuple[int, int]], operations: list[Operation], steps: bool) -> dict[str, str]:
-    """Draws one problem; the larger operand comes first in a subtraction, so no result is negative."""
-    operation = rng.choice(operations)
-    a, b = rng.choice(pairs)
-    if operation.sign == "-" or rng.random() < 0.5:
-        a, b = max(a, b), min(a, b)
-    name, other = rng.sample(NAMES, 2)
-    question = rng.choice(operation.stories).format(name=name, other=other, things=rng.choice(THINGS), a=a, b=b)
-    result = operation.result(a, b)
-    working = f"{a} {operation.sign} {b} = {result}\n" if steps else ""
-    return {"question": question, "answer": f"{working}#### {result}"}
+def careless(problems: list[tuple[str, int]], rng: random.Random, share_right: float) -> list[dict[str, str]]:
+    """The problems with answers of which ``share_right`` are right."""
+    return [row(q, result if rng.random() < share_right else result + rng.choice(MISTAKES)) for q, result in problems]
 
 
-def make_problems(count: int, split: str, seed: int, largest: int, operations: list[str], steps: bool) -> list[dict[str, str]]:
-    """Draws ``count`` problems with distinct questions from one split; the same arguments give the same problems.
+def make_splits(arguments: argparse.Namespace) -> dict[str, list[dict[str, str]]]:
+    """The rows of each file; the same arguments give the same rows.
 
     Raises:
-        UserError: the split does not hold that many distinct problems.
+        UserError: there are fewer distinct questions than asked for.
     """
-    rng = random.Random(f"{split} {seed}")
-    pairs = split_pairs(largest, seed)[split]
-    chosen = [OPERATIONS[name] for name in operations]
-    problems: dict[str, dict[str, str]] = {}
-    for _ in range(100 + 50 * count):
-        if len(problems) == count:
-            return list(problems.values())
-        problem = make_problem(rng, pairs, chosen, steps)
-        problems.setdefault(problem["question"], problem)
-    raise UserError(f"--max {largest} gives too few distinct problems for --{split} {count}; raise --max or ask for fewer.")
+    rng = random.Random(arguments.seed)
+    problems = all_problems(arguments.max)
+    if arguments.train + arguments.eval > len(problems):
+        raise UserError(
+            f"--train {arguments.train} and --eval {arguments.eval} ask for more than the {len(problems)} distinct questions that"
+            f" --max {arguments.max} gives; raise --max or ask for fewer."
+        )
+    rng.shuffle(problems)
+    held_out, training = problems[: arguments.eval], problems[arguments.eval : arguments.eval + arguments.train]
+    return {
+        "train": [row(*problem) for problem in training],
+        "eval": [row(*problem) for problem in held_out],
+        "warm_start": careless(training, rng, arguments.share_right),
+    }
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="new folder; gets train.jsonl and eval.jsonl")
-    parser.add_argument("--train", type=int, default=4000, help="training problems (default: %(default)s)")
-    parser.add_argument("--eval", type=int, default=200, help="held-out problems, of operand pairs never trained on (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="new folder; gets train.jsonl, eval.jsonl and warm_start.jsonl")
+    parser.add_argument("--train", type=int, default=4000, help="training questions (default: %(default)s)")
+    parser.add_argument("--eval", type=int, default=400, help="held-out questions, never trained on (default: %(default)s)")
+    parser.add_argument("--max", type=int, default=9, help="largest operand (default: %(default)s)")
+    parser.add_argument("--share-right", type=float, default=0.34, help="right answers among warm_start.jsonl's (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default: %(default)s)")
-    parser.add_argument("--max", type=int, default=20, help="largest operand (default: %(default)s)")
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["add", "subtract"], help="default: add subtract")
-    parser.add_argument("--steps", action=argparse.BooleanOptionalAction, default=False, help="write '3 + 4 = 7' before '#### 7'")
     arguments = parser.parse_args(argv)
-    if min(arguments.train, arguments.eval) < 1 or arguments.max < 2:
-        raise UserError("--train and --eval must be at least 1 and --max at least 2.")
+    if min(arguments.train, arguments.eval, arguments.max) < 1:
+        raise UserError("--train, --eval and --max must be at least 1.")
+    if not 0 <= arguments.share_right <= 1:
+        raise UserError(f"--share-right {arguments.share_right} is not a share; give a number from 0 to 1.")
     return arguments
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
+    splits = make_splits(arguments)
     with new_folder(arguments.out) as folder:
-        for split in ("train", "eval"):
-            problems = make_problems(getattr(arguments, split), split, arguments.seed, arguments.max, arguments.operations, arguments.steps)
-            lines = (json.dumps(problem) + "\n" for problem in problems)
-            (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for name, rows in splits.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     print(f"{arguments.out}: {arguments.train} training and {arguments.eval} held-out problems")
 
 

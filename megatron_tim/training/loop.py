@@ -74,7 +74,7 @@ def _restore_or_warm_start(trainer: MegatronTrainer, task: Task, config: Config,
         if warm.is_dir():
             trainer.load_hf(warm)
         else:
-            record.console.say("Warm start: supervised steps until a minority of the held-out problems is solved.")
+            record.console.say("Warm start: imitating worked answers until a minority would be right.")
             warm_start(trainer, task, config.warm_start, config.optimizer, config.run.seed, record.console)
             trainer.save_hf(warm)
     trainer.new_optimizer(config.optimizer)

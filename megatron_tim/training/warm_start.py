@@ -1,4 +1,4 @@
-"""Supervised steps through the training path, until the model solves a minority of the held-out problems."""
+"""Supervised steps through the training path, until sampling from the model would earn a chosen mean reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_tim.megatron.logprobs import TokenScores
 from megatron_tim.megatron.packing import MicroBatch, Sample
 from megatron_tim.megatron.trainer import MegatronTrainer
 from megatron_tim.training.console import RunConsole
-from megatron_tim.training.data import Problem, PromptSampler
+from megatron_tim.training.data import Problem, PromptSampler, load_problems
 from megatron_tim.training.task import Task
 from megatron_tim.training.text import TextCodec
 
@@ -18,33 +18,37 @@ from megatron_tim.training.text import TextCodec
 def warm_start(
     trainer: MegatronTrainer, task: Task, config: WarmStartConfig, optimizer: OptimizerConfig, seed: int, console: RunConsole
 ) -> float:
-    """Steps on worked answers until ``config.target_accuracy`` of the held-out problems is solved greedily.
+    """Imitates the worked answers of ``config.data`` until the expected reward of held-out problems is ``config.target_reward``.
+
+    The expected reward of a problem is the probability of its right answer, which teacher forcing
+    gives without sampling.
 
     Returns:
-        The share solved at the end.
+        The expected reward at the end.
 
     Raises:
         UserError: ``config.max_steps`` did not suffice.
     """
     trainer.new_optimizer(optimizer, lr=config.lr)
-    sampler = PromptSampler(task.training, config.batch_size, seed)
+    worked = load_problems(config.data) if config.data else task.training
+    sampler = PromptSampler(worked, config.batch_size, seed)
     held_out = [worked_sample(problem, task.codec) for problem in task.held_out[: config.problems]]
-    solved, step = share_solved(trainer, held_out), 0
-    while solved < config.target_accuracy and step < config.max_steps:
+    expected, step = expected_reward(trainer, held_out), 0
+    while expected < config.target_reward and step < config.max_steps:
         step += 1
         samples = [worked_sample(problem, task.codec) for problem in sampler.batch(step)]
         tokens = sum(sample.response_length for sample in samples)
         loss = sum(trainer.step(samples, negative_log_likelihood, tokens).results) / tokens
         if step % config.check_every == 0:
-            solved = share_solved(trainer, held_out)
-            console.progress(f"warm start: step {step}, loss {loss:.3f}, {solved:.1%} of held-out problems solved")
-    if solved < config.target_accuracy:
+            expected = expected_reward(trainer, held_out)
+            console.progress(f"warm start: step {step}, loss {loss:.3f}, expected reward {expected:.3f}")
+    if expected < config.target_reward:
         raise UserError(
-            f"the warm start solved {solved:.3f} of the held-out problems after warm_start.max_steps = {config.max_steps} steps, less than"
-            f" target_accuracy = {config.target_accuracy}; raise max_steps or warm_start.lr."
+            f"the warm start reached an expected reward of {expected:.3f} in warm_start.max_steps = {config.max_steps} steps, less than"
+            f" warm_start.target_reward = {config.target_reward}; raise max_steps or warm_start.lr."
         )
-    console.say(f"warm start: {solved:.1%} of held-out problems solved after {step} steps")
-    return solved
+    console.say(f"Warm start: {step} steps, expected reward {expected:.3f}.")
+    return expected
 
 
 def worked_sample(problem: Problem, codec: TextCodec) -> Sample:
@@ -59,8 +63,8 @@ def negative_log_likelihood(batch: MicroBatch, scores: TokenScores) -> tuple[tor
     return loss, float(loss.detach())
 
 
-def share_solved(trainer: MegatronTrainer, examples: list[Sample]) -> float:
-    """Share of examples whose every answer token is the most likely one: what greedy decoding would write."""
-    is_top = trainer.score(examples).is_top
-    lengths = [example.response_length for example in examples]
-    return sum(bool(part.all()) for part in is_top.split(lengths)) / len(examples)
+def expected_reward(trainer: MegatronTrainer, examples: list[Sample]) -> float:
+    """Mean over examples of the probability of the whole answer: the mean reward that sampling would earn."""
+    logprobs = trainer.score(examples).logprobs
+    answers = logprobs.split([example.response_length for example in examples])
+    return torch.stack([answer.sum() for answer in answers]).exp().mean().item()
