@@ -23,11 +23,16 @@ rm -rf "$work"
 mkdir -p "$work"
 cp -r megatron_tim tests "$work/"
 cd "$work"
-cat > setup.cfg <<CFG
-[mutmut]
-source_paths = megatron_tim
-only_mutate = $pattern
-pytest_add_cli_args_test_selection = $tests
+# The copy has a pytest configuration of its own: the repository's would put the unchanged package first on the path.
+cat > pyproject.toml <<CFG
+[tool.mutmut]
+source_paths = ["megatron_tim"]
+only_mutate = ["$pattern"]
+pytest_add_cli_args_test_selection = ["$tests"]
+
+[tool.pytest.ini_options]
+pythonpath = ["."]
+addopts = "--import-mode=importlib"
 CFG
 
 # Workers are forked; torch's own threads do not survive that.

@@ -86,21 +86,27 @@ class SGLangSource:
             self._client.update_weights_from_disk(model_path, "0")
 
     def sample(self, step: int, prompts: Prompts) -> list[Trajectory]:
-        return self._sample(prompts, self._config.samples_per_prompt, self._config.record_routes)
+        return self._checked(self._sample(prompts, self._config.samples_per_prompt, self._config.record_routes))
 
     def greedy(self, prompts: Prompts) -> list[Trajectory]:
         return self._sample(prompts, 1, record_routes=False, greedy=True)
 
     def probe(self, prompts: Prompts) -> list[Trajectory]:
-        return self._sample(prompts, 1, record_routes=True)
+        return self._checked(self._sample(prompts, 1, record_routes=True))
 
     def update_weights(self, model_path: Path, version: int) -> None:
         self._client.update_weights_from_disk(model_path, version)
 
-    @property
-    def dtype(self) -> str:
-        """The arithmetic that the server says it computes in."""
-        return self._client.server_info()["dtype"]
+    def _checked(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Refuses log-probs of another distribution than the one that was sampled from."""
+        for t in trajectories:
+            if t.logprob_temperature != self._config.temperature:
+                raise UserError(
+                    f"the server samples at rollout.temperature = {self._config.temperature:g} but records log-probs of temperature"
+                    f" {t.logprob_temperature:g}, which no correction can use; unset SGLANG_RETURN_ORIGINAL_LOGPROB where it was started"
+                    " (rollout.env), or sample at temperature 1."
+                )
+        return trajectories
 
     def _sample(self, prompts: Prompts, samples_per_prompt: int, record_routes: bool, greedy: bool = False) -> list[Trajectory]:
         return self._client.sample(

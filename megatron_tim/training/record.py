@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -79,7 +80,7 @@ class RunRecord:
         """Prints the comparison of the two engines."""
         self.console.preflight(vars(result))
 
-    def finish(self, next_commands: list[str]) -> None:
+    def finish(self) -> None:
         """Writes summary.json and report.html and prints how the run went."""
         if self._directory is None:
             return
@@ -97,7 +98,16 @@ class RunRecord:
             "model": path / "hf" / "final",
             "curves": f"tensorboard --logdir {path / 'tensorboard'}",
         }
-        self.console.summary(summary | {"files": files, "next": next_commands})
+        self.console.summary(summary | {"files": files, "next": [_next_command(self._config)]})
+
+
+def _next_command(config: Config) -> str:
+    """The same job with the other answer to its main question: corrected or not."""
+    method = "none" if config.correction.method != "none" else "cis"
+    program = Path(sys.executable).with_name("megatron-tim")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return f"{program} train --config {config.run.path / 'config.yaml'} run.name={config.run.name}-{method} correction.method={method}"
 
 
 class StepMetrics:
