@@ -16,7 +16,7 @@ import pytest
 from megatron_tim.config import RolloutConfig
 from megatron_tim.errors import UserError
 from megatron_tim.rollout.server import SGLangServer
-from tests.rollout.processes import is_alive, wait_for
+from tests.rollout.processes import is_alive, shared_memory_of, wait_for
 
 TRAINER = """
 import sys, time
@@ -53,13 +53,14 @@ def trainer(tiny_model: Path, tmp_path: Path) -> Callable[[str], tuple[subproces
 
 
 def test_kill_9_of_the_trainer_leaves_nothing(trainer: Callable[[str], tuple[subprocess.Popen[str], list[psutil.Process]]]) -> None:
-    before = set(Path("/dev/shm").iterdir())
     process, family = trainer("up")
     assert len(family) >= 4, "supervisor, server, scheduler, detokenizer"
+    files = shared_memory_of(member.pid for member in family)
+    assert any(file.name.startswith("sglang_") for file in files)
     process.kill()
     process.wait()
     assert wait_for(lambda: not any(is_alive(member.pid) for member in family), 10)
-    assert not {path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("sglang_")}
+    assert not any(file.exists() for file in files)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

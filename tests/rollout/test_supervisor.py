@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_tim.rollout.supervisor import Launch
-from tests.rollout.processes import is_alive, wait_for
+from tests.rollout.processes import is_alive, shared_memory_of, wait_for
 
 # A server that leaves nothing out: a child in another session, whose parent is gone, which ignores
 # polite signals and holds a semaphore in shared memory; it prints its key and its configuration.
@@ -131,13 +131,11 @@ def test_the_supervisor_is_killed(start: Callable[..., Tree]) -> None:
 
 def test_no_shared_memory_is_left(start: Callable[..., Tree]) -> None:
     tree = start()
-    maps = Path(f"/proc/{tree.pid('server')}/maps").read_text().splitlines()
-    inodes = {int(line.split()[4]) for line in maps if " /dev/shm/" in line}
-    mine = [path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes]
-    assert mine
+    files = shared_memory_of([tree.pid("server")])
+    assert files
     tree.parent.kill()
     tree.assert_gone()
-    assert not any(path.exists() for path in mine)
+    assert not any(file.exists() for file in files)
 
 
 def test_the_key_is_private_and_not_logged(start: Callable[..., Tree]) -> None:
