@@ -34,7 +34,8 @@ main() {
     cd "$ROOT"
     DEVICE="$(find_device)"
     if [ "${1:-}" = --plan ]; then find_python; print_plan; exit; fi
-    trap 'say "interrupted; run it again to finish"; exit 130' INT
+    exec 3>&1 # a step's own output goes to the log, also while this trap runs
+    trap 'say " interrupted; run this again to finish" >&3; exit 130' INT
     lock
     find_python
     local environment packages
@@ -46,7 +47,7 @@ main() {
     elif [ "$(sed -n 2p "$STAMP")" != "$packages" ]; then
         install_packages
     else
-        return
+        return 0
     fi
     printf '%s\n%s\n' "$environment" "$packages" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"
@@ -83,6 +84,7 @@ fingerprint_packages() { find setup.py tools/sglang_cpu_shim -name '*.py' -exec 
 make_environment() {
     [ ! -e "$VENV" ] || [ -e "$STAMP" ] || fail "$VENV exists but was not made by this script; move it away."
     require_disk "$(needed_gb)" "this set-up"
+    [ "$DEVICE" = cpu ] || require_nvcc
     if [ "${PYTHON_FOUND#"$VENV"/}" != "$PYTHON_FOUND" ]; then PYTHON_FOUND="$("$PYTHON_FOUND" -c 'import sys; print(sys._base_executable)')"; fi
     rm -rf "$VENV"
     mkdir "$VENV"
@@ -91,6 +93,7 @@ make_environment() {
     stage "virtual environment" "$PYTHON_FOUND" -m venv "$VENV"
     stage "pip" pip_install -r "$REQUIREMENTS/bootstrap.txt"
     if [ "$DEVICE" = cuda ]; then install_cuda; else install_cpu; fi
+    stage "byte code" compile_all
 }
 
 install_cpu() {
@@ -102,9 +105,12 @@ install_cpu() {
     stage "Megatron-Core, SGLang and what they need" pip_install --no-deps -r "$REQUIREMENTS/cpu.txt" -r "$REQUIREMENTS/dev.txt"
 }
 
-install_cuda() {
+require_nvcc() {
     command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] ||
         fail "nvcc is not found, and transformer-engine is compiled with it; install the CUDA toolkit or set CUDA_HOME."
+}
+
+install_cuda() {
     stage "torch, Megatron-Core, SGLang and what they need" pip_install -r "$REQUIREMENTS/gpu.txt" -r "$REQUIREMENTS/dev.txt"
     stage "transformer-engine, compiled here (long)" pip_install --no-build-isolation -r "$REQUIREMENTS/gpu-build.txt"
 }
@@ -117,13 +123,17 @@ install_packages() {
 # Built from a copy: a build folder left in the source would bring back removed files.
 install_shim() {
     local source="$VENV/shim-source"
-    rm -rf "$source"
-    cp -r "$ROOT/tools/sglang_cpu_shim" "$source"
-    pip_install --no-deps --no-build-isolation --force-reinstall "$source"
-    rm -rf "$source"
+    rm -rf "$source" &&
+        cp -r "$ROOT/tools/sglang_cpu_shim" "$source" &&
+        pip_install --no-deps --no-build-isolation --force-reinstall "$source" &&
+        rm -rf "$source"
 }
 
-pip_install() { "$VENV/bin/python" -m pip install --progress-bar off "$@"; }
+# Without byte code: pip compiles on one core, compile_all on all of them.
+pip_install() { "$VENV/bin/python" -m pip install --progress-bar off --no-compile "$@"; }
+
+# Some packages ship files that are not meant for this Python, so a failure of one says nothing.
+compile_all() { "$VENV/bin/python" -m compileall -q -j 0 -x '/(tests?|testing/_internal|multimodal_gen)/' "$VENV/lib" || true; }
 
 require_disk() {
     [ "$(free_gb)" -ge "$1" ] || fail "$2 needs $1 GB of free disk at $ROOT, and $(free_gb) GB are free."

@@ -18,13 +18,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         UserError: ``path`` exists already or cannot be written.
     """
-    if path.exists():
-        raise UserError(f"{path} exists already; remove it or choose another --out.")
+    _require_absent(path)
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     with writing(path):
         try:
             temporary.mkdir(parents=True)
             yield temporary
+            _require_absent(path)
             temporary.rename(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _require_absent(path: Path) -> None:
+    if path.exists():
+        raise UserError(f"{path} exists already; remove it or choose another --out.")
