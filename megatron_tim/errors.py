@@ -44,7 +44,7 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         problem = _space_problem(error)
         if problem is not None:
             raise UserError(f"cannot write {path}: {problem}; free some space or choose another run.dir.") from error

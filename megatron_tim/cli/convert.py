@@ -52,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         return run_workers(parallel.min_world_size, _command(args))
     stop_on_sigterm()
     with exit_as_one():
+        from megatron_tim.megatron.platform import init_process_group
+
+        init_process_group()  # first of all, so that ranks that fail can agree on who tells
         return _convert(args, parallel)
 
 

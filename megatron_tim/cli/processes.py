@@ -67,10 +67,16 @@ def stop_on_sigterm() -> None:
 
 @contextmanager
 def exit_as_one() -> Iterator[None]:
-    """Lets a UserError that several ranks raise reach the terminal once."""
+    """Lets the first failure of a world reach the terminal, and only that one.
+
+    Several ranks may raise the same UserError; and when one rank goes, the others fail in whatever
+    collective they wait in, which is no news.
+    """
     try:
         yield
-    except UserError as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if _is_first_to_fail():
             raise
         raise SystemExit(USER_ERROR_STATUS) from error
@@ -81,4 +87,7 @@ def _is_first_to_fail() -> bool:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
-    return dist.distributed_c10d._get_default_store().add("megatron_tim/failures", 1) == 1
+    try:
+        return dist.distributed_c10d._get_default_store().add("megatron_tim/failures", 1) == 1
+    except RuntimeError:  # the store went with the rank that failed first
+        return False

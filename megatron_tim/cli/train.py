@@ -48,8 +48,10 @@ def _work(config: Config) -> int:
 
     stop_on_sigterm()
     with exit_as_one():
+        from megatron_tim.megatron.platform import init_process_group
         from megatron_tim.training.loop import train
 
+        init_process_group()  # first of all, so that ranks that fail can agree on who tells
         train(config)
     return 0
 

@@ -13,10 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron_tim.errors import UserError, writing
+from megatron_tim.errors import UserError
+from megatron_tim.megatron.collective import is_main, new_folder
 from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.trainer import MegatronTrainer
 
@@ -32,7 +32,7 @@ def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, state: di
     """
     target = folder / f"step_{step:06d}"
     save_weights(trainer, target, state | {"step": step})
-    if dist.get_rank() == 0:
+    if is_main():
         _prune(folder, keep)
     return target
 
@@ -43,18 +43,10 @@ def save_weights(trainer: MegatronTrainer, target: Path, state: dict[str, Any] |
     Raises:
         UserError: it cannot be written.
     """
-    partial = target.with_name(target.name + ".partial")
-    with writing(target):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
+    with new_folder(target) as partial:
         dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(partial))
-        if dist.get_rank() == 0:
+        if is_main():
             (partial / _STATE).write_text(json.dumps(state or {}), encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        dist.barrier()
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -74,13 +66,13 @@ def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))
+        for number, chunk in enumerate(trainer.chunks):
+            unwrap(chunk).load_state_dict(loaded[f"model{number}"])
+        if trainer.optimizer is not None:
+            trainer.optimizer.load_state_dict(loaded["optimizer"])
     except Exception as error:  # torch, json and Megatron report damage in types of their own
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"checkpoint {path} cannot be loaded ({reason[0]}); delete it to continue from the one before.") from error
-    for number, chunk in enumerate(trainer.chunks):
-        unwrap(chunk).load_state_dict(loaded[f"model{number}"])
-    if trainer.optimizer is not None:
-        trainer.optimizer.load_state_dict(loaded["optimizer"])
     return state
 
 
@@ -96,6 +88,4 @@ def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]
 def _prune(folder: Path, keep: int) -> None:
     complete = sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(_NAME.fullmatch(path.name)[1]))
     for path in complete[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob("step_*.partial"):
         shutil.rmtree(path, ignore_errors=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_tim.errors import UserError
+from megatron_tim.errors import UserError, writing
 from megatron_tim.megatron import platform
 
 _OK, _USER_ERROR, _ERROR = range(3)
@@ -41,6 +44,33 @@ def on_main(work: Callable[[], bytes | None]) -> bytes:
     if status == _ERROR:
         raise RuntimeError(f"rank 0 failed: {payload.decode()}")
     return payload
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder that all ranks fill and that gets its name ``target`` when complete, or vanishes when one of them fails. Collective.
+
+    A folder of that name is replaced, after the new one is complete.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = target.with_name(target.name + ".partial")
+    try:
+        with writing(target):
+            if is_main():
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            dist.barrier()
+            yield partial
+            dist.barrier()
+            if is_main():
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+            dist.barrier()
+    finally:
+        if is_main():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _broadcast(status: int, payload: bytes) -> tuple[int, bytes]:

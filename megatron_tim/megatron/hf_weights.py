@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_tim.errors import UserError, writing
+from megatron_tim.errors import UserError
 from megatron_tim.megatron.architecture import Architecture
+from megatron_tim.megatron.collective import is_main, new_folder
 from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.weight_map import ParameterMap, parameter_maps, shard, unshard
 
@@ -84,24 +85,17 @@ def save_hf(
     Raises:
         UserError: the folder cannot be written.
     """
-    partial = target.with_name(target.name + ".partial")
     tensors = {name: _own_copy(tensor, dtype) for name, tensor in hf_tensors(chunks, arch)}
-    with writing(target):
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    file = f"model-rank-{dist.get_rank():05d}.safetensors"
+    with new_folder(target) as partial:
+        if is_main():
             _copy_side_files(source, partial)
-        dist.barrier()
-        file = f"model-rank-{dist.get_rank():05d}.safetensors"
         if tensors:
             save_file(tensors, partial / file, metadata={"format": "pt"})
         owned = [None] * dist.get_world_size()
         dist.all_gather_object(owned, {name: (file, t.numel() * t.element_size()) for name, t in tensors.items()})
-        if dist.get_rank() == 0:
+        if is_main():
             _write_index({name: entry for part in owned for name, entry in part.items()}, partial / INDEX)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        dist.barrier()
 
 
 def stored_dtype(hf_path: Path) -> str:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,7 +48,9 @@ class Launch:
 
 def main() -> None:
     """Runs the server until it ends, the parent ends, or a signal asks for the end."""
-    line = sys.stdin.buffer.readline()
+    # Unbuffered: a thread that waits in a buffered read would hold its lock when the interpreter ends.
+    requests = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    line = requests.readline()
     if not line.strip():
         return
     launch = Launch(**json.loads(line))
@@ -58,7 +61,7 @@ def main() -> None:
     private = Path(tempfile.mkdtemp(prefix="megatron-tim-"))
     try:
         server = _start(launch, private)
-        threading.Thread(target=_watch_stdin, args=(over, private / _CONFIG), daemon=True).start()
+        threading.Thread(target=_watch_stdin, args=(requests, over, private / _CONFIG), daemon=True).start()
         threading.Thread(target=_copy_output, args=(server.stdout, launch)).start()
         # The parent is looked at too, as a process that it forked may keep the pipe open after its death.
         while server.poll() is None and os.getppid() == launch.parent_pid and not over.wait(_PARENT_POLL_S):
@@ -120,8 +123,8 @@ def _start(launch: Launch, private: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _watch_stdin(over: threading.Event, config: Path) -> None:
-    for line in sys.stdin.buffer:
+def _watch_stdin(requests: FileIO, over: threading.Event, config: Path) -> None:
+    for line in requests:
         if line.strip() == b"ready":
             config.unlink(missing_ok=True)
     over.set()
