@@ -88,10 +88,12 @@ class SGLangClient:
         if empty := [index for prompt, index in zip(prompts, indices, strict=True) if not len(prompt)]:
             raise UserError(f"prompt {empty[0]} has no tokens; a prompt needs at least one.")
         run = uuid.uuid4().hex[:12]
+        # All prompts once, then all again: by its second sample a prompt is in the server's prefix cache,
+        # whereas copies that arrive together are each computed.
         samples = [
             Sample(index, group, list(prompt), f"{run}-{group}-{number}")
-            for group, (prompt, index) in enumerate(zip(prompts, indices, strict=True))
             for number in range(samples_per_prompt)
+            for group, (prompt, index) in enumerate(zip(prompts, indices, strict=True))
         ]
         if not samples:
             return []
@@ -102,7 +104,8 @@ class SGLangClient:
             layout=MoELayout.from_hf(self.server_info()["model_path"]) if return_routed_experts else None,
             engine="sglang {version} {dtype}".format(**self.server_info()),
         )
-        return self._run(samples, call, concurrency, on_progress)
+        trajectories = self._run(samples, call, concurrency, on_progress)
+        return sorted(trajectories, key=lambda trajectory: trajectory.group)
 
     def server_info(self) -> dict[str, Any]:
         """Returns the server's version and start arguments."""

@@ -79,8 +79,6 @@ def server_command(config: RolloutConfig, model_path: Path, port: int, seed: int
     words += ["--max-running-requests", str(config.concurrency), "--weight-version", "0", "--random-seed", str(seed)]
     # Token ids go in and come out: no tokenizer, so no text to compute.
     words += ["--skip-tokenizer-init", "--enable-return-routed-experts", "--sleep-on-idle", "--log-level-http", "warning"]
-    # The samples of a group share their prompt: this policy computes a prompt once even when they arrive together.
-    words += ["--schedule-policy", "lpm"]
     if not cuda:
         words += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         words += ["--max-total-tokens", str(config.max_total_tokens), "--skip-server-warmup"]
