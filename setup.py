@@ -23,6 +23,8 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_tim", "megatron_tim.*"]),
     install_requires=[
+        "jinja2",
+        "matplotlib",
         "megatron-core>=0.16.1,<0.20",
         "numpy",
         "psutil",
@@ -33,6 +35,7 @@ setup(
         "rich",
         "safetensors",
         "tensorboard",
+        "tokenizers",
         "torch>=2.6",
         "transformers>=4.57",
     ],
