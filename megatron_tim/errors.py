@@ -17,10 +17,11 @@ class UserError(Exception):
 
 
 _OUT_OF_SPACE = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file size limit was reached", errno.EDQUOT: "the disk quota is used up"}
-_OUT_OF_SPACE_WORDS = ("no space left", "file too large", "quota exceeded")
+# The last two are torch's serializer, which forgets the errno of a write that came back short.
+_OUT_OF_SPACE_WORDS = ("no space left", "file too large", "quota exceeded", "unexpected pos", "failed writing file")
 
 
-def _space_problem(error: BaseException) -> str | None:
+def space_problem(error: BaseException) -> str | None:
     """Says how the disk ran out, when that is what ``error`` (or what caused it) reports."""
     while error is not None:
         number = getattr(error, "errno", None)
@@ -45,7 +46,7 @@ def writing(path: Path | str) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        problem = _space_problem(error)
+        problem = space_problem(error)
         if problem is not None:
             raise UserError(f"cannot write {path}: {problem}; free some space or choose another run.dir.") from error
         if isinstance(error, OSError) and error.strerror:

@@ -8,17 +8,22 @@ moment leaves the previous ones usable.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_tim.errors import UserError
-from megatron_tim.megatron.collective import is_main, new_folder
+from megatron_tim.errors import UserError, space_problem
+from megatron_tim.megatron.collective import is_main, new_folder, on_main
 from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.trainer import MegatronTrainer
+
+# What it logs as an error comes back as an exception, and is told from there.
+logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").setLevel(logging.CRITICAL)
 
 _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "state.json"
@@ -44,9 +49,18 @@ def save_weights(trainer: MegatronTrainer, target: Path, state: dict[str, Any] |
         UserError: it cannot be written.
     """
     with new_folder(target) as partial:
-        dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(partial))
+        try:
+            dist_checkpointing.save(_sharded_state(trainer, is_loading=False), str(partial))
+        except CheckpointException as failure:  # every rank raises it; rank 0's says which ranks failed and why
+            error = failure
+            on_main(lambda: _refuse(target, error))
         if is_main():
             (partial / _STATE).write_text(json.dumps(state or {}), encoding="utf-8")
+
+
+def _refuse(target: Path, error: CheckpointException) -> None:
+    reason = space_problem(error) or str(error).strip().splitlines()[-1]
+    raise UserError(f"cannot write {target}: {reason}; free some space or choose another run.dir.") from error
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
