@@ -113,7 +113,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, default=Path("data/arithmetic/train.jsonl"), help="JSONL the tokenizer learns from (default: %(default)s)"
     )
-    sizes = {"layers": 4, "hidden": 128, "experts": 8, "topk": 2, "heads": 8, "kv-heads": 4, "head-dim": 32, "moe-ffn": 96, "vocab": 512}
+    sizes = {"layers": 4, "hidden": 64, "experts": 8, "topk": 2, "heads": 4, "kv-heads": 2, "head-dim": 32, "moe-ffn": 64, "vocab": 512}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="default: %(default)s")
     parser.add_argument("--init-std", type=float, default=0.05, metavar="X", help="standard deviation of weights (default: %(default)s)")

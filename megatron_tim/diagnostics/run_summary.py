@@ -13,12 +13,14 @@ from megatron_tim.training.console_format import duration, number, percent, scie
 
 LONGEST_WINDOW = 20
 GROWTH = 3.0
-"""A mean KL that grew by more than this factor between the first and the last steps is called growing."""
+"""A mean KL that grew by more than this factor between the first and the last steps is called growing,"""
+NOTICEABLE_KL = 1e-3
+"""unless it is still below this: sampling noise alone moves a smaller one by such factors."""
 
 
 def window(steps: int) -> int:
-    """How many first and last steps stand for 'before' and 'after': a fifth of the run, at least 1, at most 20."""
-    return max(1, min(LONGEST_WINDOW, steps // 5))
+    """How many first and last steps stand for 'before' and 'after': a tenth of the run, at least 1, at most 20."""
+    return max(1, min(LONGEST_WINDOW, steps // 10))
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ def _mismatch(summary: Mapping[str, Any]) -> Finding | None:
     largest = "" if ratio is None else f"; the largest token ratio was {number(ratio)}"
     if after is None:
         return Finding("neutral", f"The mismatch between server and trainer at the start was KL {scientific(before)}{largest}.")
-    grew = after > GROWTH * before > 0
+    grew = after > max(NOTICEABLE_KL, GROWTH * before)
     word = f"grew more than {GROWTH:.0f}-fold, as before a collapse" if grew else "did not grow much"
     numbers = f"KL {scientific(before)} at the start and {scientific(after)} at the end{largest}"
     return Finding("bad" if grew else "good", f"The mismatch between server and trainer {word}: {numbers}.")

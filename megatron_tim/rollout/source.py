@@ -81,7 +81,7 @@ class SGLangSource:
             self._server = SGLangServer.start(
                 config, model_path, self._log_path, lambda s, stage: say(f"SGLang server: {stage}, {s:.0f} s"), seed
             )
-        self._client = SGLangClient(self._server.base_url, self._server.api_key, config.request_timeout_s, self._log_path)
+        self._client = SGLangClient(self._server.base_url, self._server.api_key, config.request_timeout_s, self._server.log_path)
         if config.base_url is not None:
             self._client.update_weights_from_disk(model_path, "0")
 

@@ -95,11 +95,11 @@ def read_report(path):
 
 
 def test_a_complete_run(tmp_path):
-    html = read_report(make_run(tmp_path / "demo"))
+    html = read_report(make_run(tmp_path / "demo", steps=20))
     text = " ".join(Page(html).text)
-    assert "The run is complete: 10 steps in 1 min 01 s." in text
+    assert "The run is complete: 20 steps in 1 min 01 s." in text
     assert "went from 12.5% to 50.0%, which is more than chance" in text
-    assert "rose from 0.150 over the first 2 steps to 0.950 over the last 2 steps" in text
+    assert "rose from 0.150 over the first 2 steps to 1.950 over the last 2 steps" in text
     assert "did not grow much: KL 1.0e-04 at the start and 1.0e-04 at the end; the largest token ratio was 2.500" in text
     assert "CIS correction; it capped the weight of 1.00% of the tokens" in text
     for title in ("Reward", "Held-out accuracy", "Mismatch: largest token ratio", "Tokens capped by the correction", "Time by phase"):
@@ -196,7 +196,8 @@ def steps_with(metric, values):
 @pytest.mark.parametrize(
     "values, kind, words",
     [
-        ([1e-4] * 5 + [4e-4] * 5, "bad", "grew more than 3-fold"),
+        ([1e-3] * 5 + [4e-3] * 5, "bad", "grew more than 3-fold"),
+        ([1e-4] * 5 + [4e-4] * 5, "good", "did not grow much"),
         ([1e-4] * 5 + [2e-4] * 5, "good", "did not grow much"),
         ([-1e-6] * 10, "good", "did not grow much"),
         ([1e-4], "neutral", "at the start was KL 1.0e-04"),
