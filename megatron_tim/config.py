@@ -48,7 +48,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are refused, naming the line.")
 
     @model_validator(mode="after")
-    def _template_has_question(self) -> "DataConfig":
+    def _template_has_question(self) -> DataConfig:
         if "{question}" not in self.prompt_template:
             raise ValueError("prompt_template must contain {question}")
         return self
@@ -59,11 +59,16 @@ class RolloutConfig(Section):
         "sglang", description="sglang: a real server samples. recorded: replies are read from recorded_dir, no server."
     )
     recorded_dir: Path | None = Field(None, description="The rollouts/ folder of an earlier run (engine: recorded).")
-    base_url: str | None = Field(None, description="Attach to a running server instead of starting one, e.g. http://127.0.0.1:30000; it must see this machine's files.")
+    base_url: str | None = Field(
+        None,
+        description="Attach to a running server instead of starting one, e.g. http://127.0.0.1:30000; it must see this machine's files.",
+    )
     api_key_env: str = Field("MEGATRON_TIM_API_KEY", description="Environment variable with the key of the server at base_url.")
     host: str = Field("127.0.0.1", description="Address the server binds to; loopback unless you mean otherwise.")
     port: int | None = Field(None, ge=1, le=65535, description="Port of the server; a free one when null.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Arithmetic of the server. SGLang's own 'auto' is not offered: it serves float16 for a float32 checkpoint.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Arithmetic of the server. SGLang's own 'auto' is not offered: it serves float16 for a float32 checkpoint."
+    )
     prompts_per_step: int = Field(32, ge=1, description="Prompts sampled per step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt: the group of the advantage.")
     max_new_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
@@ -78,7 +83,7 @@ class RolloutConfig(Section):
     env: dict[str, str] = Field({}, description="More environment variables for the server.")
 
     @model_validator(mode="after")
-    def _source_is_complete(self) -> "RolloutConfig":
+    def _source_is_complete(self) -> RolloutConfig:
         if self.engine == "recorded" and self.recorded_dir is None:
             raise ValueError("engine 'recorded' needs recorded_dir, the rollouts/ folder of an earlier run")
         if self.engine == "sglang" and self.recorded_dir is not None:
@@ -113,13 +118,17 @@ class ParallelConfig(Section):
         }.items():
             if world_size % size:
                 raise UserError(
-                    f"{world_size} processes do not fit this layout: {name} is {size}, so the number of processes must be a multiple of {size}."
+                    f"{world_size} processes do not fit this layout: {name} is {size}, so their number must be a multiple of {size}."
                 )
 
 
 class TrainConfig(Section):
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Parameters and activations of the trainer; the optimizer keeps float32 masters.")
-    tokens_per_micro_batch: int = Field(16384, ge=1, description="Token budget of one packed micro-batch; a longer sequence gets one of its own.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Parameters and activations of the trainer; the optimizer keeps float32 masters."
+    )
+    tokens_per_micro_batch: int = Field(
+        16384, ge=1, description="Token budget of one packed micro-batch; a longer sequence gets one of its own."
+    )
     minibatches_per_rollout: int = Field(1, ge=1, description="Optimizer steps one pass over a rollout batch is cut into.")
     epochs: int = Field(1, ge=1, description="Passes over each rollout batch.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
@@ -136,7 +145,9 @@ class OptimizerConfig(Section):
 
 
 class AdvantageConfig(Section):
-    method: Literal["group_mean", "group_mean_std"] = Field("group_mean_std", description="Reward minus its group's mean, divided by the group's std or not.")
+    method: Literal["group_mean", "group_mean_std"] = Field(
+        "group_mean_std", description="Reward minus its group's mean, divided by the group's std or not."
+    )
 
 
 class WarmStartConfig(Section):
@@ -161,7 +172,9 @@ class PreflightConfig(Section):
 
     enabled: bool = True
     prompts: int = Field(16, ge=1, description="Prompts sampled for the comparison.")
-    max_mean_abs_diff: float | None = Field(None, gt=0, description="Largest mean |difference of log-probs|; by default 0.001 for a float32 server and 0.15 for others.")
+    max_mean_abs_diff: float | None = Field(
+        None, gt=0, description="Largest mean |difference of log-probs|; by default 0.001 for a float32 server and 0.15 for others."
+    )
 
 
 class Config(Section):
@@ -182,12 +195,12 @@ class Config(Section):
     preflight: PreflightConfig = PreflightConfig()
 
     @model_validator(mode="after")
-    def _correction_fits_loss(self) -> "Config":
+    def _correction_fits_loss(self) -> Config:
         check_combination(self.correction, self.loss)
         return self
 
     @model_validator(mode="after")
-    def _minibatches_fit(self) -> "Config":
+    def _minibatches_fit(self) -> Config:
         if self.train.minibatches_per_rollout > self.rollout.prompts_per_step:
             raise ValueError(
                 f"train.minibatches_per_rollout ({self.train.minibatches_per_rollout}) is larger than rollout.prompts_per_step"

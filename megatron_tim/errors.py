@@ -16,7 +16,11 @@ class UserError(Exception):
     """
 
 
-_OUT_OF_SPACE = {errno.ENOSPC: "the disk is full", errno.EFBIG: "the file size limit was reached", errno.EDQUOT: "the disk quota is used up"}
+_OUT_OF_SPACE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EFBIG: "the file size limit was reached",
+    errno.EDQUOT: "the disk quota is used up",
+}
 # The last two are torch's serializer, which forgets the errno of a write that came back short.
 _OUT_OF_SPACE_WORDS = ("no space left", "file too large", "quota exceeded", "unexpected pos", "failed writing file")
 

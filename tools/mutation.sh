@@ -28,12 +28,21 @@ cat > pyproject.toml <<CFG
 [tool.mutmut]
 source_paths = ["megatron_tim"]
 only_mutate = ["$pattern"]
+pytest_add_cli_args = ["-p", "tests.without_shrinking"]
 pytest_add_cli_args_test_selection = ["$tests"]
 
 [tool.pytest.ini_options]
 pythonpath = ["."]
 addopts = "--import-mode=importlib"
 CFG
+
+# A mutant is dead at the first counterexample; hypothesis would go on for minutes to find the smallest.
+cat > tests/without_shrinking.py <<'PLUGIN'
+from hypothesis import Phase, settings
+
+settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], database=None)
+settings.load_profile("mutation")
+PLUGIN
 
 # Workers are forked; torch's own threads do not survive that.
 export OMP_NUM_THREADS=1 PYTHONPATH=

@@ -30,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--check", action="store_true", help="compare the logits with transformers' in float32; fails above --tolerance")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest logit difference that passes (default: %(default)s)")
     parser.add_argument("--to-megatron", type=Path, metavar="DIR", help="write a Megatron distributed checkpoint")
-    parser.add_argument("--from-megatron", type=Path, metavar="DIR", help="read weights from a Megatron checkpoint (one of a run, or --to-megatron)")
+    parser.add_argument(
+        "--from-megatron", type=Path, metavar="DIR", help="read weights from a Megatron checkpoint (one of a run, or --to-megatron)"
+    )
     parser.add_argument("--to-hf", type=Path, metavar="DIR", help="write a Hugging Face folder")
     for name in ("tensor", "pipeline", "expert", "expert-tensor"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_tim.config import ParallelConfig
-from megatron_tim.errors import UserError
 
 USER_ERROR_STATUS = 2
 

@@ -140,42 +140,42 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
 
 
 def _moe_settings(arch: Architecture) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=arch.num_experts,
-        moe_layer_freq=[int(i in arch.moe_layers) for i in range(arch.num_hidden_layers)],
-        moe_router_topk=arch.num_experts_per_tok,
-        moe_ffn_hidden_size=arch.moe_intermediate_size,
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.num_hidden_layers)],
+        "moe_router_topk": arch.num_experts_per_tok,
+        "moe_ffn_hidden_size": arch.moe_intermediate_size,
         # Top-k before softmax equals renormalising the k probabilities (norm_topk_prob).
-        moe_router_pre_softmax=not arch.norm_topk_prob,
-        moe_router_dtype="fp32",
+        "moe_router_pre_softmax": not arch.norm_topk_prob,
+        "moe_router_dtype": "fp32",
         # RL keeps the router's gradient free of balancing terms.
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=False,
-    )
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+    }
 
 
 def _parallel_settings(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    return dict(
-        tensor_model_parallel_size=parallel.tensor_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
-        expert_model_parallel_size=parallel.expert_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+    return {
+        "tensor_model_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_parallel_size,
+        "expert_model_parallel_size": parallel.expert_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         # Megatron requires sequence parallelism for MoE layers under tensor parallelism.
-        sequence_parallel=parallel.tensor_parallel_size > 1,
-        pipeline_dtype=dtype,
-        autocast_dtype=dtype,
+        "sequence_parallel": parallel.tensor_parallel_size > 1,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
         # Packed micro-batches differ in length; stages exchange the shape first.
-        variable_seq_lengths=parallel.pipeline_parallel_size > 1,
-    )
+        "variable_seq_lengths": parallel.pipeline_parallel_size > 1,
+    }
 
 
 def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
     if train.recompute == "full":
-        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if train.recompute == "selective":
-        return dict(recompute_granularity="selective", recompute_modules=["moe"])
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     return {}
 
 

@@ -100,6 +100,8 @@ def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]
 
 
 def _prune(folder: Path, keep: int) -> None:
-    complete = sorted((path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(_NAME.fullmatch(path.name)[1]))
+    complete = sorted(
+        (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(_NAME.fullmatch(path.name)[1])
+    )
     for path in complete[:-keep]:
         shutil.rmtree(path, ignore_errors=True)

@@ -49,7 +49,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: "_Event") -> float:
+    def elapsed_time(self, end: _Event) -> float:
         return 0.0
 
 
@@ -58,7 +58,7 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: "_Stream") -> None: ...
+    def wait_stream(self, stream: _Stream) -> None: ...
 
     def wait_event(self, event: _Event) -> None: ...
 

@@ -72,9 +72,7 @@ def hf_tensors(
                 yield from zip(entry.hf_names, unshard(entry, slices, arch), strict=True)
 
 
-def save_hf(
-    chunks: list[torch.nn.Module], arch: Architecture, source: Path, target: Path, dtype: torch.dtype | None = None
-) -> None:
+def save_hf(chunks: list[torch.nn.Module], arch: Architecture, source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Writes a Hugging Face model folder: configuration and tokenizer of ``source``, weights of the model.
 
     Collective. The folder appears under its name only when complete; an existing one is replaced.
@@ -122,14 +120,14 @@ class _Reader:
         self._folder, self._stack = folder, ExitStack()
         self._handles: dict[str, tuple[Path, safe_open]] = {}
 
-    def __enter__(self) -> "_Reader":
+    def __enter__(self) -> _Reader:
         for path in self._files:
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 self._stack.close()
                 raise UserError(f"{path} is damaged or not a safetensors file ({error}); download or export it again.") from None
-            self._handles.update({name: (path, handle) for name in handle.keys()})
+            self._handles.update(dict.fromkeys(handle.keys(), (path, handle)))
         return self
 
     def __exit__(self, *exception: object) -> None:

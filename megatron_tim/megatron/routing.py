@@ -26,7 +26,7 @@ class RoutingRecorder:
         self._experts: dict[tuple[int, int], np.ndarray] = {}
 
     @contextmanager
-    def attached(self, chunks: list[torch.nn.Module]) -> Iterator["RoutingRecorder"]:
+    def attached(self, chunks: list[torch.nn.Module]) -> Iterator[RoutingRecorder]:
         """Listens to the routers of ``chunks``."""
         layers = [layer for chunk in chunks for layer in unwrap(chunk).decoder.layers if hasattr(layer.mlp, "router")]
         hooks = [layer.mlp.router.register_forward_hook(self._listener(layer.layer_number - 1)) for layer in layers]

@@ -49,7 +49,7 @@ class Launch:
 def main() -> None:
     """Runs the server until it ends, the parent ends, or a signal asks for the end."""
     # Unbuffered: a thread that waits in a buffered read would hold its lock when the interpreter ends.
-    requests = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
+    requests = FileIO(sys.stdin.fileno(), closefd=False)
     line = requests.readline()
     if not line.strip():
         return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_tim.config import AdvantageConfig
-from megatron_tim.correction import ADVANTAGES, CorrectionConfig, Correction, correct
+from megatron_tim.correction import ADVANTAGES, Correction, CorrectionConfig, correct
 from megatron_tim.megatron.packing import Sample
 from megatron_tim.rollout.trajectory import Trajectory
 
@@ -29,7 +29,7 @@ class RolloutBatch:
     """int64 ``[trajectories + 1]``."""
 
     @classmethod
-    def from_trajectories(cls, trajectories: list[Trajectory], config: AdvantageConfig) -> "RolloutBatch":
+    def from_trajectories(cls, trajectories: list[Trajectory], config: AdvantageConfig) -> RolloutBatch:
         lengths = torch.tensor([t.response_ids.size for t in trajectories])
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
         groups = torch.tensor([t.group for t in trajectories])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import reduce
 from operator import add
 
-import torch
 from torch import Tensor
 
 from megatron_tim.config import Config
@@ -30,7 +29,9 @@ def score_and_correct(trainer: MegatronTrainer, batch: RolloutBatch, config: Con
     return batch.samples(old_logprobs=old_logprobs, weights=correction.weights), correction.sums
 
 
-def optimize(trainer: MegatronTrainer, batch: RolloutBatch, samples: list[Sample], sums: MetricSums, config: Config, step: int) -> dict[str, float]:
+def optimize(
+    trainer: MegatronTrainer, batch: RolloutBatch, samples: list[Sample], sums: MetricSums, config: Config, step: int
+) -> dict[str, float]:
     """All optimizer steps on one rollout batch; returns the metrics of the batch, ``sums`` included."""
     grad_norms, skipped = [], 0
     for epoch in range(config.train.epochs):

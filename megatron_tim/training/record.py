@@ -58,7 +58,7 @@ class RunRecord:
             self.console.say(f"Resumed after step {step} of {self._config.run.steps}{changes}.")
 
     @contextmanager
-    def step(self, number: int) -> Iterator["StepMetrics"]:
+    def step(self, number: int) -> Iterator[StepMetrics]:
         """Collects the metrics of a step; at its end they are written and printed."""
         metrics = StepMetrics(number, self.console)
         yield metrics

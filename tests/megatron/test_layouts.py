@@ -11,7 +11,12 @@ from tests.processes import torchrun
 
 TEMPERATURE = 0.8
 LAYOUTS = {
-    1: ["tp1-pp1-ep1-etp1-budget4096-none", "tp1-pp1-ep1-etp1-budget64-none", "tp1-pp1-ep1-etp1-budget64-full", "tp1-pp1-ep1-etp1-budget64-selective"],
+    1: [
+        "tp1-pp1-ep1-etp1-budget4096-none",
+        "tp1-pp1-ep1-etp1-budget64-none",
+        "tp1-pp1-ep1-etp1-budget64-full",
+        "tp1-pp1-ep1-etp1-budget64-selective",
+    ],
     2: [
         "tp1-pp1-ep2-etp1-budget4096-none",
         "tp1-pp1-ep2-etp1-budget40-none",
