@@ -6,9 +6,12 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_tim.config import ParallelConfig, TrainConfig
 from megatron_tim.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_tim.config import ParallelConfig
 
 EXAMPLE = """examples:
   megatron-tim convert --hf models/tiny-qwen3-moe --check --json
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace, parallel: ParallelConfig) -> int:
+    from megatron_tim.config import TrainConfig
     from megatron_tim.megatron.architecture import TORCH_DTYPE
     from megatron_tim.megatron.checkpoint import load_checkpoint, save_weights
     from megatron_tim.megatron.collective import is_main
@@ -90,6 +94,8 @@ def _convert(args: argparse.Namespace, parallel: ParallelConfig) -> int:
 
 
 def _parallel(args: argparse.Namespace) -> ParallelConfig:
+    from megatron_tim.config import ParallelConfig  # here, for it imports torch, which --help does not need
+
     return ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,

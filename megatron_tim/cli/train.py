@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
-from megatron_tim.config import Config, load_config
 from megatron_tim.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_tim.config import Config
 
 EXAMPLE = """examples:
   megatron-tim train --config configs/tiny_cpu.yaml
@@ -32,6 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
+    from megatron_tim.config import load_config  # here, for it imports torch, which --help does not need
+
     config = load_config(args.config, args.overrides)
     if "RANK" in os.environ:
         return _work(config)
