@@ -4,7 +4,7 @@
 
 The new folder gets three files of distinct questions: train.jsonl and eval.jsonl with right answers, and
 warm_start.jsonl, the training questions as careless students answered them: most count one or two too many.
-A model that imitates those is right about one time in three, and knows enough for RL to teach it the rest.
+A model that imitates those is right about one time in four, and knows enough for RL to teach it the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Gia", "Hugo")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells")
 SIGN_OF_VERB = {"gets": 1, "finds": 1, "loses": -1, "sells": -1}
 STORY = "{name} has {a} {things} and {verb} {b}. How many now?"
-MISTAKES = (1, 1, 2)  # a careless student counts one too many, less often two
+MISTAKES = (1, 2)  # a careless student counts one or two too many
 
 
 def all_problems(largest: int) -> list[tuple[str, int]]:
@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=int, default=4000, help="training questions (default: %(default)s)")
     parser.add_argument("--eval", type=int, default=400, help="held-out questions, never trained on (default: %(default)s)")
     parser.add_argument("--max", type=int, default=9, help="largest operand (default: %(default)s)")
-    parser.add_argument("--share-right", type=float, default=0.36, help="right answers among warm_start.jsonl's (default: %(default)s)")
+    parser.add_argument("--share-right", type=float, default=0.24, help="right answers among warm_start.jsonl's (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if min(arguments.train, arguments.eval, arguments.max) < 1:

@@ -128,6 +128,12 @@ def test_metrics_see_the_ratio_before_it_is_truncated() -> None:
     assert metrics["rollout_corr/capped_share"] == 0.5
 
 
+def test_a_ratio_on_the_threshold_is_neither_high_nor_low() -> None:
+    same = torch.tensor([[-0.5]])
+    metrics = correct(same, same, torch.tensor([[True]]), CorrectionConfig(method="tis", cap=1)).metrics
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == metrics["rollout_corr/rollout_is_ratio_fraction_low"] == 0
+
+
 def test_packed_sequences_are_not_mixed() -> None:
     """Two sequences whose ratios cancel each other, packed: each still has its own product."""
     train, rollout = torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -0.5])

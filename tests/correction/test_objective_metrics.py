@@ -85,6 +85,15 @@ def test_an_unmoved_policy_contributes_nothing() -> None:
     assert metrics["objective/bypass/k1"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_a_broken_log_prob_is_dropped_and_counted(place: int) -> None:
+    inputs = [torch.tensor([[-1.0, -2.0]]) for _ in range(3)]
+    inputs[place][0, 1] = math.nan
+    metrics = objective_metrics(*inputs, torch.ones(1, 2), torch.tensor([[True, True]]), PPO)
+    assert metrics["objective/tokens"] == 2 and metrics["objective/nonfinite_tokens"] == 1
+    assert all(value == 0 for name, value in metrics.items() if not name.endswith("tokens"))
+
+
 def test_without_a_loss_there_is_no_clipping_to_report() -> None:
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     names = objective_metrics(zeros, None, zeros, zeros, mask).keys()

@@ -48,13 +48,17 @@ def test_sums_are_fp64_scalars() -> None:
 RANK_VALUES = [(1.0, 2.0, -7.0), (10.0, 20.0, -5.0)]
 
 
-def reduce_as(rank: int, store: Path) -> dict[str, float]:
+def reduce_as(rank: int, store: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The sums of both ranks together, and those of this rank reduced over a group of its own."""
     a, b, top = RANK_VALUES[rank]
     named = {"a": torch.tensor(a), "b": torch.tensor(b)}
     ordered = dict(sorted(named.items(), reverse=rank == 1))  # the ranks met the names in different orders
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
-        return MetricSums(ordered, {"top": torch.tensor(top)}).all_reduce().to_floats() | MetricSums().all_reduce().to_floats()
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        own = MetricSums(ordered, {"top": torch.tensor(top)})
+        together = own.all_reduce() + MetricSums().all_reduce()
+        return together.to_floats(), own.all_reduce(alone).to_floats()
     finally:
         dist.destroy_process_group()
 
@@ -63,7 +67,7 @@ def test_all_reduce_adds_sums_and_takes_maxima(tmp_path: Path) -> None:
     other = multiprocessing.get_context("spawn").Process(target=reduce_as, args=(1, tmp_path / "store"), daemon=True)
     other.start()
     try:
-        assert reduce_as(0, tmp_path / "store") == {"a": 11, "b": 22, "top": -5}
+        assert reduce_as(0, tmp_path / "store") == ({"a": 11, "b": 22, "top": -5}, {"a": 1, "b": 2, "top": -7})
         other.join(60)
         assert other.exitcode == 0
     finally:
