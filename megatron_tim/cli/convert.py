@@ -50,12 +50,13 @@ def run(args: argparse.Namespace) -> int:
     for flag, path in (("--to-megatron", args.to_megatron), ("--to-hf", args.to_hf)):
         if path is not None and path.exists():
             raise UserError(f"{flag} {path} exists already; give a new folder.")
-    from megatron_tim.cli.processes import exit_as_one, run_workers, stop_on_sigterm
+    from megatron_tim.cli.processes import exit_as_one, quiet_libraries, run_workers, stop_on_sigterm
 
     parallel = _parallel(args)
     if "RANK" not in os.environ and parallel.min_world_size > 1:
         return run_workers(parallel.min_world_size, _command(args))
     stop_on_sigterm()
+    quiet_libraries()
     with exit_as_one():
         from megatron_tim.megatron.platform import init_process_group
 

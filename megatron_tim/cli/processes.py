@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,6 +53,12 @@ def run_workers(processes: int, command: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def quiet_libraries() -> None:
+    """Keeps Megatron's remarks on what is not installed, and torch's on what Megatron calls, from the terminal."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def stop_on_sigterm() -> None:

@@ -49,9 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _work(config: Config) -> int:
-    from megatron_tim.cli.processes import exit_as_one, stop_on_sigterm
+    from megatron_tim.cli.processes import exit_as_one, quiet_libraries, stop_on_sigterm
 
     stop_on_sigterm()
+    quiet_libraries()
     with exit_as_one():
         from megatron_tim.megatron.platform import init_process_group
         from megatron_tim.training.loop import train
