@@ -171,7 +171,7 @@ class PreflightConfig(Section):
     """Before step 1 the trainer scores the server's own tokens; a different model is refused."""
 
     enabled: bool = True
-    prompts: int = Field(16, ge=1, description="Prompts sampled for the comparison.")
+    prompts: int = Field(64, ge=1, description="Prompts sampled for the comparison.")
     max_mean_abs_diff: float | None = Field(
         None, gt=0, description="Largest mean |difference of log-probs|; by default 0.001 for a float32 server and 0.15 for others."
     )
