@@ -19,7 +19,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megatron_tim" / "__init_
 setup(
     name="megatron_tim",
     version=VERSION,
-    description="Measure, correct and remove the training-inference mismatch of mixture-of-experts RL on Megatron-Core.",
+    description="Measure and correct the training-inference mismatch of mixture-of-experts RL on Megatron-Core.",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["megatron_tim", "megatron_tim.*"]),
     install_requires=[

@@ -7,6 +7,7 @@ starts, with the key, the value and what is allowed. Every other module receives
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from megatron_tim.errors import UserError, writing
 class Section(BaseModel):
     """A part of the configuration; keys that it does not know are refused."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -92,17 +93,16 @@ class RolloutConfig(Section):
 
 
 class ParallelConfig(Section):
-    tensor_parallel_size: int = Field(1, ge=1)
-    pipeline_parallel_size: int = Field(1, ge=1)
-    expert_parallel_size: int = Field(1, ge=1)
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share each attention layer and the vocabulary.")
+    pipeline_parallel_size: int = Field(1, ge=1, description="Stages that the layers are cut into.")
+    expert_parallel_size: int = Field(1, ge=1, description="Ranks that the experts of a layer are spread over.")
+    expert_tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share each expert.")
 
     @property
     def min_world_size(self) -> int:
         """The smallest number of processes this layout runs on."""
-        expert = self.expert_parallel_size * self.expert_tensor_parallel_size
-        unit = self.tensor_parallel_size * -(-expert // self.tensor_parallel_size)
-        return unit * self.pipeline_parallel_size
+        experts = self.expert_parallel_size * self.expert_tensor_parallel_size
+        return math.lcm(self.tensor_parallel_size, experts) * self.pipeline_parallel_size
 
     def check_world_size(self, world_size: int) -> None:
         """Refuses a number of processes that this layout does not divide.
@@ -127,7 +127,7 @@ class TrainConfig(Section):
         "bfloat16", description="Parameters and activations of the trainer; the optimizer keeps float32 masters."
     )
     tokens_per_micro_batch: int = Field(
-        16384, ge=1, description="Token budget of one packed micro-batch; a longer sequence gets one of its own."
+        16384, ge=1, description="Token budget of one packed micro-batch; the longest sequence where that is longer."
     )
     minibatches_per_rollout: int = Field(1, ge=1, description="Optimizer steps one pass over a rollout batch is cut into.")
     epochs: int = Field(1, ge=1, description="Passes over each rollout batch.")
@@ -137,10 +137,10 @@ class TrainConfig(Section):
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, ge=0, description="Constant learning rate of RL.")
-    weight_decay: float = Field(0.01, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay (AdamW).")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean gradient.")
+    beta2: float = Field(0.999, ge=0, lt=1, description="Adam's decay of the mean squared gradient.")
+    eps: float = Field(1e-8, gt=0, description="Adam's term against division by zero.")
     clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
 
 
@@ -159,7 +159,7 @@ class WarmStartConfig(Section):
     check_every: int = Field(10, ge=1, description="Steps between checks of the expected reward.")
     batch_size: int = Field(64, ge=1, description="Problems per step.")
     problems: int = Field(200, ge=1, description="Held-out problems of a check.")
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, description="Learning rate of the warm start.")
 
 
 class EvaluationConfig(Section):
@@ -170,7 +170,7 @@ class EvaluationConfig(Section):
 class PreflightConfig(Section):
     """Before step 1 the trainer scores the server's own tokens; a different model is refused."""
 
-    enabled: bool = True
+    enabled: bool = Field(True, description="Compare before the first step.")
     prompts: int = Field(64, ge=1, description="Prompts sampled for the comparison.")
     max_mean_abs_diff: float | None = Field(
         None, gt=0, description="Largest mean |difference of log-probs|; by default 0.001 for a float32 server and 0.15 for others."
@@ -272,23 +272,15 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"'{override}' is not an override; write section.key=value, e.g. run.steps=10.")
     *sections, leaf = key.split(".")
     for depth, section in enumerate(sections):
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # absent, or a section with nothing in it
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise UserError(f"'{override}': {'.'.join(sections[: depth + 1])} is a value, not a section.")
     try:
-        tree[leaf] = _number_like(yaml.safe_load(value))
+        tree[leaf] = yaml.safe_load(value)
     except yaml.YAMLError:
         raise UserError(f"'{override}': the value is not valid YAML; quote it.") from None
-
-
-def _number_like(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 as text; a config means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value) if "e" in value.lower() else value
-        except ValueError:
-            return value
-    return value
 
 
 def _describe(error: ValidationError) -> str:
@@ -297,7 +289,7 @@ def _describe(error: ValidationError) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if problem["type"] == "extra_forbidden":
-        return f"unknown key '{key}'{_suggestion(problem['loc'])}{more}."
+        return f"unknown key '{key}'{more}{_suggestion(problem['loc'])}"
     if problem["type"] == "missing":
         return f"key '{key}' is missing{more}."
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
@@ -312,4 +304,4 @@ def _suggestion(location: tuple[Any, ...]) -> str:
         section = section.model_fields[part].annotation if part in section.model_fields else section
     known = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known keys here: {', '.join(known)}"
+    return f"; did you mean '{'.'.join([*map(str, location[:-1]), close[0]])}'?" if close else f"; known keys here: {', '.join(known)}."

@@ -28,7 +28,7 @@ def test_a_saved_configuration_reads_back_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.stepz=1", "unknown key 'run.stepz'; did you mean 'steps'?"),
+        ("run.stepz=1", "unknown key 'run.stepz'; did you mean 'run.steps'?"),
         ("nothing.like=1", "unknown key 'nothing'"),
         ("run.name=a/b", "run.name = 'a/b' is refused"),
         ("run.steps=-1", "run.steps = -1 is refused"),

@@ -28,6 +28,7 @@ cat > pyproject.toml <<CFG
 [tool.mutmut]
 source_paths = ["megatron_tim"]
 only_mutate = ["$pattern"]
+process_isolation = "forkserver"
 pytest_add_cli_args = ["-p", "tests.without_shrinking"]
 pytest_add_cli_args_test_selection = ["$tests"]
 
@@ -44,9 +45,9 @@ settings.register_profile("mutation", phases=[Phase.explicit, Phase.generate], d
 settings.load_profile("mutation")
 PLUGIN
 
-# Workers are forked; torch's own threads do not survive that.
+# Workers are forked, from a process that has run no test: threads of torch, gloo and OpenMP do not survive a fork.
 export OMP_NUM_THREADS=1 PYTHONPATH=
-mutmut run --max-children "${JOBS:-2}" > mutmut.log 2>&1 || { tail -40 mutmut.log >&2; exit 1; }
+mutmut run --max-children "${JOBS:-2}" > mutmut.log 2>&1 || { tr '\r' '\n' < mutmut.log | tail -40 >&2; exit 1; }
 mutmut results
 mutmut export-cicd-stats > /dev/null
 python - "$min_score" <<'PY'

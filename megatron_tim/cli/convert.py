@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tim.cli.arguments import positive_int
 from megatron_tim.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument("--to-hf", type=Path, metavar="DIR", help="write a Hugging Face folder")
     for name in ("tensor", "pipeline", "expert", "expert-tensor"):
-        parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N")
+        parser.add_argument(f"--{name}-parallel-size", type=positive_int, default=1, metavar="N")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
 
@@ -47,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
     if not (args.check or args.to_megatron or args.to_hf):
         raise UserError("nothing to do: give --check, --to-megatron DIR or --to-hf DIR.")
+    if not args.hf.is_dir():
+        raise UserError(f"--hf {args.hf} is not a folder; give a Hugging Face model folder.")
     for flag, path in (("--to-megatron", args.to_megatron), ("--to-hf", args.to_hf)):
         if path is not None and path.exists():
             raise UserError(f"{flag} {path} exists already; give a new folder.")

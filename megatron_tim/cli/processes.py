@@ -32,7 +32,8 @@ def run_workers(processes: int, command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     config = LaunchConfig(
         min_nodes=1,
@@ -81,6 +82,7 @@ def exit_as_one() -> Iterator[None]:
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
+        _is_first_to_fail()  # whoever loses this rank need not tell
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if _is_first_to_fail():

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from megatron_tim.cli.arguments import positive_int
 from megatron_tim.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, metavar="F.yaml", help="the recipe; see configs/")
-    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="processes to start (default: the GPUs, or the fewest that fit)")
+    parser.add_argument(
+        "--nproc-per-node", type=positive_int, metavar="N", help="processes to start (default: the GPUs, or the fewest that fit)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
     return parser
 
@@ -65,8 +68,12 @@ def _work(config: Config) -> int:
 def _check_paths(config: Config) -> None:
     """Refuses missing inputs before any process starts."""
     if not config.model.hf_path.is_dir():
-        raise UserError(f"model.hf_path = {config.model.hf_path} is not a folder; make or download the model first.")
+        raise UserError(
+            f"model.hf_path = {config.model.hf_path} is not a folder; download the model, or make the tiny one with launch/quickstart.sh."
+        )
     for key in ("train", "eval"):
         path = getattr(config.data, key)
         if not path.is_file():
-            raise UserError(f"data.{key} = {path} is not a file; make or download the data first.")
+            raise UserError(
+                f"data.{key} = {path} is not a file; download the data, or make the arithmetic problems with launch/quickstart.sh."
+            )

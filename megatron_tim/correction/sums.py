@@ -36,6 +36,12 @@ class MetricSums:
             _reduced(self.maxima, torch.distributed.ReduceOp.MAX, group),
         )
 
+    def cpu(self) -> MetricSums:
+        """The same sums in host memory."""
+        return MetricSums(
+            {name: value.cpu() for name, value in self.sums.items()}, {name: value.cpu() for name, value in self.maxima.items()}
+        )
+
     def to_floats(self) -> dict[str, float]:
         """Sums and maxima by name, in one transfer to the host."""
         values = {**self.sums, **self.maxima}

@@ -132,10 +132,12 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
             raise UserError(
                 f"parallel.{key} = {size} does not divide the model's {number} {what}; choose one of {', '.join(map(str, divisors))}."
             )
-    if tensor > 1 and expert == 1 and parallel.expert_tensor_parallel_size == 1:
+    expert_tensor = parallel.expert_tensor_parallel_size
+    if expert_tensor not in (1, tensor) or (expert == 1 and expert_tensor != tensor):
         raise UserError(
-            f"parallel.tensor_parallel_size = {tensor} with expert_parallel_size = expert_tensor_parallel_size = 1 gives wrong expert"
-            f" gradients in megatron-core 0.16; set expert_tensor_parallel_size or expert_parallel_size to {tensor}."
+            f"parallel.expert_tensor_parallel_size = {expert_tensor} with tensor_parallel_size = {tensor} and expert_parallel_size ="
+            f" {expert} gives wrong expert gradients in megatron-core 0.16; set expert_tensor_parallel_size to {tensor}"
+            + (", or to 1 with expert_parallel_size > 1." if tensor > 1 else ".")
         )
 
 

@@ -29,14 +29,14 @@ _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "state.json"
 
 
-def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Saves weights, optimizer and ``state`` (JSON-able) as ``folder/step_N`` and deletes all but the newest ``keep``. Collective.
+def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, keep: int) -> Path:
+    """Saves weights, optimizer and ``step`` as ``folder/step_N`` and deletes all but the newest ``keep``. Collective.
 
     Raises:
         UserError: the folder cannot be written; earlier checkpoints are untouched.
     """
     target = folder / f"step_{step:06d}"
-    save_weights(trainer, target, state | {"step": step})
+    save_weights(trainer, target, {"step": step})
     if is_main():
         _prune(folder, keep)
     return target
@@ -84,9 +84,9 @@ def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
             unwrap(chunk).load_state_dict(loaded[f"model{number}"])
         if trainer.optimizer is not None:
             trainer.optimizer.load_state_dict(loaded["optimizer"])
-    except Exception as error:  # torch, json and Megatron report damage in types of their own
+    except (Exception, CheckpointException) as error:  # torch, json and Megatron report damage in types of their own
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"checkpoint {path} cannot be loaded ({reason[0]}); delete it to continue from the one before.") from error
+        raise UserError(f"checkpoint {path} cannot be loaded ({reason[-1].strip()}); delete it to continue from the one before.") from error
     return state
 
 

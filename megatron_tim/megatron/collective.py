@@ -34,6 +34,8 @@ def on_main(work: Callable[[], bytes | None]) -> bytes:
             payload = work() or b""
         except UserError as error:
             status, payload, failure = _USER_ERROR, str(error).encode(), error
+        except (KeyboardInterrupt, SystemExit):
+            raise  # the others are being stopped too
         except BaseException as error:
             status, payload, failure = _ERROR, repr(error).encode(), error
     status, payload = _broadcast(status, payload)
@@ -74,7 +76,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def _broadcast(status: int, payload: bytes) -> tuple[int, bytes]:
-    """Plain bytes, not pickled objects, from rank 0 to all."""
+    """What rank 0 got from an engine goes to all ranks as plain bytes."""
     if dist.get_world_size() == 1:
         return status, payload
     header = torch.tensor([status, len(payload)], dtype=torch.int64, device=platform.device())

@@ -49,4 +49,5 @@ def _difference(trainer: MegatronTrainer, samples: list[Sample], logits: dict[in
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(trainer.hf_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
-    return max((model(s.tokens[None]).logits[0] - logits[i]).abs().max().item() for i, s in enumerate(samples))
+    differences = [(model(s.tokens[None]).logits[0] - logits[i]).abs().max() for i, s in enumerate(samples)]
+    return torch.stack(differences).max().item()  # unlike Python's max, this keeps a NaN

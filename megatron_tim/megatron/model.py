@@ -1,4 +1,4 @@
-"""Builds a Megatron GPTModel (one chunk per virtual stage) from an architecture and a layout."""
+"""Builds a Megatron GPTModel from an architecture and a layout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron_tim.config import ParallelConfig
 from megatron_tim.megatron import platform
 from megatron_tim.megatron.architecture import Architecture
 from megatron_tim.megatron.modules import PackedAttention, RMSNorm
+from megatron_tim.megatron.weight_map import parameter_maps
 
 
 def initialize_parallel(parallel: ParallelConfig, seed: int) -> None:
@@ -52,6 +53,10 @@ def build_model(arch: Architecture, config: TransformerConfig) -> list[torch.nn.
         rotary_base=arch.rope_theta,
     )
     model = model.to(platform.device())
+    # Megatron marks sharded weights when it initialises them, which loading replaces; without the mark
+    # the gradient norm takes the shards of ranks > 0 for duplicates and leaves them out.
+    for entry in parameter_maps(model, arch):
+        entry.parameter.tensor_model_parallel = entry.tensor_dim is not None
     if config.bf16:
         model = Float16Module(config, model)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False)

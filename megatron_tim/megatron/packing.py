@@ -51,7 +51,7 @@ def plan_micro_batches(lengths: list[int], budget: int, data_parallel_size: int)
     """Assigns sequences to ``plan[rank][micro_batch]``, balanced by tokens.
 
     Longest first, each into the emptiest micro-batch; the number of micro-batches is the smallest
-    for which none is over ``budget`` (a longer sequence gets one of its own). A pure function of its
+    for which none is over ``budget``, or over the longest sequence where that is longer. A pure function of its
     arguments: every rank computes the same plan. Micro-batches may be empty when there are fewer
     sequences than ranks.
     """

@@ -50,8 +50,12 @@ def prepare() -> None:
         cpu_patches.install()
 
 
-def init_process_group(timeout_s: float = 1800) -> None:
-    """Joins the torchrun world (or a world of one) with NCCL on GPUs and gloo on CPUs."""
+def init_process_group(timeout_s: float = 24 * 3600) -> None:
+    """Joins the torchrun world (or a world of one) with NCCL on GPUs and gloo on CPUs.
+
+    The other ranks wait in a collective while rank 0 starts a server or samples, so the time-out is
+    long; a rank that dies is noticed at once by torchrun.
+    """
     if dist.is_initialized():
         return
     if is_cuda():

@@ -30,8 +30,8 @@ class RolloutSource(Protocol):
     def check(self) -> None:
         """Refuses early what would fail only after minutes."""
 
-    def start(self, model_path: Path, seed: int, say: Callable[[str], None]) -> None:
-        """Makes the source ready to sample from the weights in ``model_path``."""
+    def start(self, model_path: Path, version: int, seed: int, say: Callable[[str], None]) -> None:
+        """Makes the source ready to sample from the weights in ``model_path``, which are those after step ``version``."""
 
     def sample(self, step: int, prompts: Prompts) -> list[Trajectory]:
         """The rollout batch of ``step``: ``samples_per_prompt`` responses to each prompt."""
@@ -68,12 +68,14 @@ class SGLangSource:
             self._server.stop()
 
     def check(self) -> None:
-        """Refuses a missing SGLang or a port in use."""
-        launch.check_version()
-        if self._config.base_url is None:
+        """Refuses a missing key of the server to attach to, or a missing SGLang or a port in use for one of its own."""
+        if self._config.base_url is not None:
+            _attach_key(self._config)
+        else:
+            launch.check_version()
             launch.choose_port(self._config.host, self._config.port)
 
-    def start(self, model_path: Path, seed: int, say: Callable[[str], None]) -> None:
+    def start(self, model_path: Path, version: int, seed: int, say: Callable[[str], None]) -> None:
         config = self._config
         if config.base_url is not None:
             self._server = SGLangServer.attach(config.base_url, _attach_key(config))
@@ -82,31 +84,19 @@ class SGLangSource:
                 config, model_path, self._log_path, lambda s, stage: say(f"SGLang server: {stage}, {s:.0f} s"), seed
             )
         self._client = SGLangClient(self._server.base_url, self._server.api_key, config.request_timeout_s, self._server.log_path)
-        if config.base_url is not None:
-            self._client.update_weights_from_disk(model_path, "0")
+        self._client.update_weights_from_disk(model_path, version)
 
     def sample(self, step: int, prompts: Prompts) -> list[Trajectory]:
-        return self._checked(self._sample(prompts, self._config.samples_per_prompt, self._config.record_routes))
+        return _checked(self._sample(prompts, self._config.samples_per_prompt, self._config.record_routes), self._config, "the server")
 
     def greedy(self, prompts: Prompts) -> list[Trajectory]:
         return self._sample(prompts, 1, record_routes=False, greedy=True)
 
     def probe(self, prompts: Prompts) -> list[Trajectory]:
-        return self._checked(self._sample(prompts, 1, record_routes=True))
+        return _checked(self._sample(prompts, 1, record_routes=True), self._config, "the server")
 
     def update_weights(self, model_path: Path, version: int) -> None:
         self._client.update_weights_from_disk(model_path, version)
-
-    def _checked(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Refuses log-probs of another distribution than the one that was sampled from."""
-        for t in trajectories:
-            if t.logprob_temperature != self._config.temperature:
-                raise UserError(
-                    f"the server samples at rollout.temperature = {self._config.temperature:g} but records log-probs of temperature"
-                    f" {t.logprob_temperature:g}, which no correction can use; unset SGLANG_RETURN_ORIGINAL_LOGPROB where it was started"
-                    " (rollout.env), or sample at temperature 1."
-                )
-        return trajectories
 
     def _sample(self, prompts: Prompts, samples_per_prompt: int, record_routes: bool, greedy: bool = False) -> list[Trajectory]:
         return self._client.sample(
@@ -127,8 +117,8 @@ class RecordedSource:
 
     samples_live = False
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config, self._folder = config, config.recorded_dir
 
     def __enter__(self) -> Self:
         return self
@@ -139,11 +129,11 @@ class RecordedSource:
         if not self._folder.is_dir():
             raise UserError(f"rollout.recorded_dir = {self._folder} is not a folder; give the rollouts/ folder of an earlier run.")
 
-    def start(self, model_path: Path, seed: int, say: Callable[[str], None]) -> None: ...
+    def start(self, model_path: Path, version: int, seed: int, say: Callable[[str], None]) -> None: ...
 
     def sample(self, step: int, prompts: Prompts) -> list[Trajectory]:
         path = self._folder / f"step_{step:06d}.parquet"
-        trajectories = load_trajectories(path)
+        trajectories = _checked(load_trajectories(path), self._config, str(path))
         asked = {index: np.asarray(ids) for index, ids in prompts}
         for row, t in enumerate(trajectories):
             if t.prompt_index not in asked or not np.array_equal(t.prompt_ids, asked[t.prompt_index]):
@@ -151,6 +141,12 @@ class RecordedSource:
                     f"{path}: row {row} answers another prompt than step {step} of this run asks; use the same data, seed and"
                     " rollout.prompts_per_step as the recorded run."
                 )
+        expected = len(prompts) * self._config.samples_per_prompt
+        if len(trajectories) != expected:
+            raise UserError(
+                f"{path} holds {len(trajectories)} trajectories, this run asks for {expected}; use the recorded run's"
+                " rollout.prompts_per_step and rollout.samples_per_prompt."
+            )
         return trajectories
 
     def greedy(self, prompts: Prompts) -> list[Trajectory]:
@@ -166,3 +162,15 @@ def _attach_key(config: RolloutConfig) -> str:
     if not key:
         raise UserError(f"rollout.base_url is set, so the environment variable {config.api_key_env} must hold the server's API key.")
     return key
+
+
+def _checked(trajectories: list[Trajectory], config: RolloutConfig, source: str) -> list[Trajectory]:
+    """Refuses log-probs of another distribution than the one that was sampled from."""
+    for t in trajectories:
+        if t.logprob_temperature != config.temperature:
+            raise UserError(
+                f"{source} has log-probs of temperature {t.logprob_temperature:g} where rollout.temperature ="
+                f" {config.temperature:g}, which no correction can use; sample at that temperature, and unset"
+                " SGLANG_RETURN_ORIGINAL_LOGPROB for the server (rollout.env)."
+            )
+    return trajectories

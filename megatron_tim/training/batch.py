@@ -60,7 +60,8 @@ def minibatches(trajectories: list[Trajectory], count: int, seed: tuple[int, ...
     groups: dict[int, list[int]] = {}
     for number, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.group, []).append(number)
-    order = np.random.default_rng(seed).permutation(sorted(groups))
+    # Sorted raw bits: their stream is promised across NumPy versions, a permutation's is not.
+    order = np.array(sorted(groups))[np.argsort(np.random.PCG64(list(seed)).random_raw(len(groups)), kind="stable")]
     return [[number for group in part for number in groups[group]] for part in np.array_split(order, count)]
 
 

@@ -54,7 +54,7 @@ def train(config: Config) -> None:
                 if source.samples_live and _evaluation_is_due(config, step):
                     metrics.add({names.EXACT_MATCH: _evaluate(source, task, config)})
             if step % config.run.save_every == 0 or step == config.run.steps:
-                save_checkpoint(trainer, _checkpoints(config), step, {"weight_version": step}, config.run.keep_checkpoints)
+                save_checkpoint(trainer, _checkpoints(config), step, config.run.keep_checkpoints)
         trainer.save_hf(config.run.path / "hf" / "final")
         record.finish()
 
@@ -62,7 +62,7 @@ def train(config: Config) -> None:
 def _source(config: Config, task: Task) -> RolloutSource:
     """The engine of rank 0; the other ranks hold the same object and never start it."""
     if config.rollout.engine == "recorded":
-        return RecordedSource(config.rollout.recorded_dir)
+        return RecordedSource(config.rollout)
     return SGLangSource(config.rollout, task.codec.eos_id, config.run.path / "sglang.log")
 
 
@@ -71,7 +71,8 @@ def _restore_or_warm_start(trainer: MegatronTrainer, task: Task, config: Config,
     checkpoint = latest_checkpoint(_checkpoints(config))
     warm = config.run.path / "hf" / "warm_start"
     if checkpoint is None and config.warm_start.max_steps:
-        if warm.is_dir():
+        if on_main(lambda: b"yes" if warm.is_dir() and record.has_same("model.", "data.", "warm_start.", "run.seed") else b"no") == b"yes":
+            record.console.say("Warm start: taken over from the earlier start of this run.")
             trainer.load_hf(warm)
         else:
             record.console.say("Warm start: imitating worked answers until a minority would be right.")
@@ -87,7 +88,7 @@ def _start_engine(trainer: MegatronTrainer, source: RolloutSource, config: Confi
     """Starts the engine from the trainer's weights as they are now."""
     folder = _export(trainer, config) if source.samples_live else config.model.hf_path
     # Another seed after a resume, lest the sampler draw the same numbers again.
-    on_main(lambda: source.start(folder, config.run.seed + done, record.console.progress))
+    on_main(lambda: source.start(folder, done, config.run.seed + done, record.console.progress))
 
 
 def _compare_engines(trainer: MegatronTrainer, source: RolloutSource, task: Task, config: Config, record: RunRecord, done: int) -> None:

@@ -52,7 +52,7 @@ def policy_objective(config: Config) -> Objective:
 
     def objective(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, MetricSums]:
         fields = batch.fields
-        return token_objective(
+        loss, sums = token_objective(
             scores.logprobs,
             scores.entropy,
             old_logprobs=fields.get("old_logprobs"),
@@ -63,5 +63,7 @@ def policy_objective(config: Config) -> Objective:
             correction=config.correction,
             loss=config.loss,
         )
+        # On the CPU sums of all ranks add up, whichever GPU they come from.
+        return loss, sums.cpu()
 
     return objective

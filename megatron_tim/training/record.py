@@ -30,11 +30,11 @@ class RunRecord:
         self._config = config
         self.console = RunConsole(config.run.steps, quiet=not is_main)
         self._directory: RunDirectory | None = None
-        self._changes: list[str] = []
+        self._is_new, self._changes = True, []
         if is_main:
             self._directory = RunDirectory(config.run.path, config.run.tensorboard)
+            self._is_new = not self._directory.config_path.is_file()
             self._changes = changed_keys(self._directory.config_path, config)
-            save_config(config, self._directory.config_path)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -47,15 +47,21 @@ class RunRecord:
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
 
+    def has_same(self, *prefixes: str) -> bool:
+        """Whether an earlier start of this run had the same configuration under these keys (rank 0 knows)."""
+        return not self._is_new and not any(change.startswith(prefixes) for change in self._changes)
+
     def begin(self, step: int) -> None:
         """Goes back to ``step`` and notes the start, or the resume and what the configuration changed, in the run's history."""
         if self._directory is None:
             return
         self._directory.truncate_after(step)
         self._directory.record("resume" if step else "start", step=step, changed=self._changes)
+        save_config(self._config, self._directory.config_path)  # last: a start that is refused changes nothing
         if step:
-            changes = f", with another configuration: {', '.join(self._changes)}" if self._changes else ""
-            self.console.say(f"Resumed after step {step} of {self._config.run.steps}{changes}.")
+            self.console.say(f"Resumed after step {step} of {self._config.run.steps}.")
+        if self._changes:
+            self.console.say(f"The configuration differs from the earlier start's: {', '.join(self._changes)}.")
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepMetrics]:

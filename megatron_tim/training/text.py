@@ -40,7 +40,7 @@ class TextCodec:
         Raises:
             UserError: it is longer than data.max_prompt_tokens.
         """
-        ids = self._encode(self._config.prompt_template.format(question=problem.question))
+        ids = self._encode(self._config.prompt_template.replace("{question}", problem.question))
         if len(ids) > self._config.max_prompt_tokens:
             raise UserError(
                 f"problem {problem.index} has a prompt of {len(ids)} tokens, more than data.max_prompt_tokens ="

@@ -39,7 +39,7 @@ def warm_start(
         samples = [worked_sample(problem, task.codec) for problem in sampler.batch(step)]
         tokens = sum(sample.response_length for sample in samples)
         loss = sum(trainer.step(samples, negative_log_likelihood, tokens).results) / tokens
-        if step % config.check_every == 0:
+        if step % config.check_every == 0 or step == config.max_steps:
             expected = expected_reward(trainer, held_out)
             console.progress(f"warm start: step {step}, loss {loss:.3f}, expected reward {expected:.3f}")
     if expected < config.target_reward:

@@ -24,7 +24,7 @@ def assert_nothing_runs(folder):
 QUICK = {
     "missing model folder": (["model.hf_path=/nowhere/model"], "model.hf_path = /nowhere/model is not a folder"),
     "missing data": (["data.train=/nowhere/train.jsonl"], "data.train = /nowhere/train.jsonl is not a file"),
-    "unknown key": (["rollout.temprature=0.7"], "unknown key 'rollout.temprature'; did you mean 'temperature'?"),
+    "unknown key": (["rollout.temprature=0.7"], "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
     "wrong type": (["run.steps=many"], "run.steps = 'many' is refused"),
     "out of range": (["rollout.temperature=0"], "rollout.temperature = 0 is refused"),
     "no override": (["run.steps"], "'run.steps' is not an override"),
@@ -72,7 +72,7 @@ def limit_file_size():
 
 
 def test_a_full_disk_stops_the_run_and_leaves_whole_files(jobs, finished_run):
-    """The first write above 300 kB is the export of the weights: no half-written folder may stay under its name."""
+    """The first write above 300 kB is the checkpoint of step 2: no half-written folder may stay under its name."""
     recorded = ["rollout.engine=recorded", f"rollout.recorded_dir={jobs.folder / 'whole' / 'rollouts'}"]
     warm = [f"model.hf_path={jobs.folder / 'whole' / 'hf' / 'warm_start'}", "warm_start.max_steps=0", "run.steps=4"]
     done = jobs.run("run.name=full", *recorded, *warm, status=2, preexec_fn=limit_file_size)

@@ -1,6 +1,7 @@
 """A killed run continues from its checkpoint as if nothing had happened, given the same replies."""
 
 import os
+import shutil
 import signal
 import time
 
@@ -46,7 +47,7 @@ def test_metrics_after_a_kill_equal_those_of_an_uninterrupted_run(jobs, recorded
     process = jobs.start("run.name=killed", *recorded)
     kill_after_checkpoint(process, jobs.folder / "killed" / "checkpoints" / "step_000002")
     done = jobs.run("run.name=killed", *recorded)
-    assert "Resumed after step" in done.stdout
+    assert "Resumed after step 2 of 4." in done.stdout
     expected = comparable(jobs.rows("uninterrupted"))
     assert [row["step"] for row in expected] == [1, 2, 3, 4]
     assert comparable(jobs.rows("killed")) == expected
@@ -63,6 +64,14 @@ def test_recorded_replies_train_as_the_live_run_did(jobs, recorded):
 def test_replies_to_other_prompts_are_refused(jobs, recorded):
     error = jobs.run("run.name=otherseed", *recorded, "run.seed=77", status=2).stderr
     assert "answers another prompt" in error and error.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_is_named(jobs, recorded):
+    shutil.copytree(jobs.folder / "uninterrupted", jobs.folder / "damaged")
+    for part in (jobs.folder / "damaged" / "checkpoints" / "step_000004").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    error = jobs.run("run.name=damaged", *recorded, "run.steps=5", status=2).stderr
+    assert error.count("\n") == 1 and "step_000004 cannot be loaded" in error and "delete it" in error
 
 
 def test_a_resume_with_another_correction_is_told(jobs, recorded):

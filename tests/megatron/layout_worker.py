@@ -1,6 +1,6 @@
 """Run under torchrun: for each layout of this world size, the facts that tests/megatron/test_layouts.py checks.
 
-usage: layout_worker.py HF_PATH REFERENCE OUT LAYOUT [LAYOUT ...]   (LAYOUT: tp1-pp1-ep2-etp1-budget64-none)
+usage: layout_worker.py HF_PATH REFERENCE OUT LAYOUT [LAYOUT ...]   (LAYOUT: tp1-pp1-ep2-etp1-budget64-none-float32)
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_tim.config import ParallelConfig, TrainConfig
+from megatron_tim.config import OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_tim.megatron.hf_weights import hf_tensors
 from megatron_tim.megatron.packing import Sample
 from megatron_tim.megatron.trainer import MegatronTrainer
@@ -19,11 +19,12 @@ TEMPERATURE = 0.8
 
 
 def parse(layout: str) -> tuple[ParallelConfig, TrainConfig]:
-    tp, pp, ep, etp, budget, recompute = re.fullmatch(r"tp(\d)-pp(\d)-ep(\d)-etp(\d)-budget(\d+)-(\w+)", layout).groups()
+    pattern = r"tp(\d)-pp(\d)-ep(\d)-etp(\d)-budget(\d+)-(\w+)-(\w+)"
+    tp, pp, ep, etp, budget, recompute, dtype = re.fullmatch(pattern, layout).groups()
     parallel = ParallelConfig(
         tensor_parallel_size=int(tp), pipeline_parallel_size=int(pp), expert_parallel_size=int(ep), expert_tensor_parallel_size=int(etp)
     )
-    return parallel, TrainConfig(dtype="float32", tokens_per_micro_batch=int(budget), recompute=recompute, logprob_chunk_tokens=7)
+    return parallel, TrainConfig(dtype=dtype, tokens_per_micro_batch=int(budget), recompute=recompute, logprob_chunk_tokens=7)
 
 
 def objective(batch, scores):
@@ -40,7 +41,11 @@ def facts(trainer: MegatronTrainer, samples: list[Sample], out: Path) -> dict:
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     trainer.save_hf(out)
+    trainer.new_optimizer(OptimizerConfig(lr=1e-3, clip_grad=0.5))
+    step = trainer.step(samples, objective, tokens, TEMPERATURE)
     return {
+        "grad_norm": step.grad_norm,
+        "logprobs_after_a_step": trainer.score(samples, TEMPERATURE).logprobs,
         "logprobs": scores.logprobs,
         "entropy": scores.entropy,
         "is_top": scores.is_top,

@@ -12,20 +12,20 @@ from tests.processes import torchrun
 TEMPERATURE = 0.8
 LAYOUTS = {
     1: [
-        "tp1-pp1-ep1-etp1-budget4096-none",
-        "tp1-pp1-ep1-etp1-budget64-none",
-        "tp1-pp1-ep1-etp1-budget64-full",
-        "tp1-pp1-ep1-etp1-budget64-selective",
+        "tp1-pp1-ep1-etp1-budget4096-none-float32",
+        "tp1-pp1-ep1-etp1-budget64-none-float32",
+        "tp1-pp1-ep1-etp1-budget64-full-float32",
+        "tp1-pp1-ep1-etp1-budget64-selective-float32",
     ],
     2: [
-        "tp1-pp1-ep2-etp1-budget4096-none",
-        "tp1-pp1-ep2-etp1-budget40-none",
-        "tp1-pp2-ep1-etp1-budget64-none",
-        "tp1-pp1-ep1-etp1-budget64-none",
-        "tp2-pp1-ep1-etp2-budget64-none",
-        "tp2-pp1-ep2-etp1-budget64-none",
+        "tp1-pp1-ep2-etp1-budget4096-none-float32",
+        "tp1-pp1-ep2-etp1-budget40-none-float32",
+        "tp1-pp2-ep1-etp1-budget64-none-float32",
+        "tp1-pp1-ep1-etp1-budget64-none-float32",
+        "tp2-pp1-ep1-etp2-budget64-none-float32",
+        "tp2-pp1-ep2-etp1-budget64-none-float32",
     ],
-    4: ["tp1-pp2-ep2-etp1-budget40-none", "tp2-pp2-ep2-etp1-budget64-full"],
+    4: ["tp1-pp2-ep2-etp1-budget40-none-float32", "tp2-pp2-ep2-etp1-budget64-full-float32"],
 }
 
 
@@ -73,14 +73,32 @@ def hf_facts(hf_path, samples):
         routes.append(topk[: len(tokens) - 1].numpy())
     total = sum(len(x) for x in logprobs)
     (loss / total).backward()
+    gradients = {name: grad.clone() for name, grad in per_expert_gradients(model).items()}
     return {
+        "logprobs_after_a_step": logprobs_after_a_step(model, samples),
         "logprobs": torch.cat(logprobs),
         "entropy": torch.cat(entropies),
         "is_top": torch.cat(tops),
         "routes": routes,
         "loss": (loss / total).item(),
-        "gradients": per_expert_gradients(model),
+        "gradients": gradients,
     }
+
+
+@torch.no_grad()
+def logprobs_after_a_step(model, samples):
+    """torch's own AdamW and clipping, with the settings of layout_worker.py."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.999), eps=1e-8).step()
+    chosen = []
+    for sample in samples:
+        tokens, prompt = sample["tokens"], sample["prompt_length"]
+        logp = (model(tokens[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        chosen.append(logp.gather(1, tokens[prompt:, None])[:, 0])
+    return torch.cat(chosen)
 
 
 @pytest.fixture(scope="module", params=sorted(LAYOUTS))
@@ -103,6 +121,14 @@ def test_logprobs_routes_loss_and_gradients_equal_transformers(results, referenc
         assert got["gradients"].keys() == expected["gradients"].keys(), layout
         worst = {n: (g - expected["gradients"][n]).abs().max().item() for n, g in got["gradients"].items()}
         assert max(worst.values()) < 1e-5, (layout, max(worst, key=worst.get), max(worst.values()))
+
+
+def test_gradient_norm_is_that_of_the_whole_model_and_a_step_is_the_same_everywhere(results, reference):
+    expected = torch.stack([grad.double().norm() for grad in reference[3]["gradients"].values()]).norm().item()
+    for layout, got in results[1]:
+        assert got["grad_norm"] == pytest.approx(expected, rel=1e-4), layout
+        after = reference[3]["logprobs_after_a_step"]
+        assert (got["logprobs_after_a_step"] - after).abs().max() < 1e-3, layout
 
 
 def test_weights_come_back_bit_identical(results, reference):
