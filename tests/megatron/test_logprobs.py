@@ -1,12 +1,15 @@
 """Token log-probs and entropies against the written formulas in float64: values, gradients, memory, refusals."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_tim.megatron import logprobs as module
 from megatron_tim.megatron.logprobs import token_logprobs
 
 
@@ -118,3 +121,60 @@ def test_wrong_input_is_named(change, word):
     arguments = {"logits": torch.zeros(4, 3), "rows": torch.arange(2), "targets": torch.arange(2)} | change
     with pytest.raises(ValueError, match=word):
         token_logprobs(**arguments)
+
+
+class ThreadRanks:
+    """Two threads as the ranks of a group: enough of torch.distributed for the function under test."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self):
+        self._barrier, self._slots, self._local = threading.Barrier(2, timeout=30), [None, None], threading.local()
+
+    def get_world_size(self, group):
+        return 2
+
+    def get_rank(self, group):
+        return self._local.rank
+
+    def all_reduce(self, x, op, group):
+        assert group == "pair"
+        self._slots[self._local.rank] = x.clone()
+        self._barrier.wait()
+        stacked = torch.stack(self._slots)
+        self._barrier.wait()
+        x.copy_(stacked.amax(0) if op == self.ReduceOp.MAX else stacked.sum(0))
+
+    def run(self, work):
+        def as_rank(rank):
+            self._local.rank = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(as_rank, range(2)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_ranks_with_half_the_vocabulary_each_equal_one(seed, monkeypatch):
+    torch.manual_seed(seed)
+    logits = torch.randn(7, 10, dtype=torch.float64) * 3
+    logits[0, 2] = logits[0, 7] = 9.0  # a tie for the top across the ranks
+    rows, targets = torch.tensor([0, 5, 3, 6, 1]), torch.tensor([7, 0, 4, 5, 9])
+    weight = torch.randn(2, 5, dtype=torch.float64)
+    whole = logits.clone().requires_grad_()
+    expected = reference(whole, rows, targets, 0.7)
+    (weight[0] * expected[0] + weight[1] * expected[1]).sum().backward()
+    ranks = ThreadRanks()
+    monkeypatch.setattr(module, "dist", ranks)
+
+    def work(rank):
+        leaf = logits[:, 5 * rank : 5 * rank + 5].clone().requires_grad_()
+        got = run(leaf, rows, targets, temperature=0.7, chunk_tokens=2, group="pair")
+        (weight[0] * got.logprobs + weight[1] * got.entropy).sum().backward()
+        return got, leaf.grad
+
+    for got, _ in (results := ranks.run(work)):
+        torch.testing.assert_close(got.logprobs, expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got.entropy, expected[1], rtol=1e-11, atol=1e-11)
+        assert got.is_top.tolist() == [True, *expected[2].tolist()[1:]]
+    torch.testing.assert_close(torch.cat([grad for _, grad in results], 1), whole.grad, rtol=1e-9, atol=1e-11)
