@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import megatron_tim
 from megatron_tim.cli import convert, doctor, train
+from megatron_tim.cli.processes import USER_ERROR_STATUS
 from megatron_tim.errors import UserError
 
 # In the order of --help. Importing one must stay cheap: torch and the engines are imported in its run().
 COMMANDS = (train, convert, doctor)
 
-USER_ERROR = 2
 INTERRUPTED = 130
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UserError as error:
         print(f"megatron-tim: error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return USER_ERROR_STATUS
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

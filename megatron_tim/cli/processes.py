@@ -10,8 +10,10 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from megatron_tim.config import ParallelConfig
+if TYPE_CHECKING:
+    from megatron_tim.config import ParallelConfig
 
 USER_ERROR_STATUS = 2
 

@@ -14,7 +14,7 @@ from megatron_tim.training.console_format import duration, number, percent, scie
 LONGEST_WINDOW = 20
 GROWTH = 3.0
 """A mean KL that grew by more than this factor between the first and the last steps is called growing,"""
-NOTICEABLE_KL = 1e-3
+NOTICEABLE_KL = 1e-2
 """unless it is still below this: sampling noise alone moves a smaller one by such factors."""
 
 
@@ -158,7 +158,8 @@ def _mismatch(summary: Mapping[str, Any]) -> Finding | None:
     if after is None:
         return Finding("neutral", f"The mismatch between server and trainer at the start was KL {scientific(before)}{largest}.")
     grew = after > max(NOTICEABLE_KL, GROWTH * before)
-    word = f"grew more than {GROWTH:.0f}-fold, as before a collapse" if grew else "did not grow much"
+    factor = f" more than {GROWTH:.0f}-fold" if before > 0 else ""
+    word = f"grew{factor}, as before a collapse" if grew else "did not grow much"
     numbers = f"KL {scientific(before)} at the start and {scientific(after)} at the end{largest}"
     return Finding("bad" if grew else "good", f"The mismatch between server and trainer {word}: {numbers}.")
 

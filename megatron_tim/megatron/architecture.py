@@ -132,6 +132,8 @@ def check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
             raise UserError(
                 f"parallel.{key} = {size} does not divide the model's {number} {what}; choose one of {', '.join(map(str, divisors))}."
             )
+    if arch.tie_word_embeddings and pipeline > 1:
+        raise UserError(f"parallel.pipeline_parallel_size = {pipeline} is not supported for a model that ties its embeddings; set it to 1.")
     expert_tensor = parallel.expert_tensor_parallel_size
     if expert_tensor not in (1, tensor) or (expert == 1 and expert_tensor != tensor):
         raise UserError(

@@ -94,8 +94,7 @@ def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]
     models = {f"model{number}": unwrap(chunk).sharded_state_dict() for number, chunk in enumerate(trainer.chunks)}
     state: dict[str, Any] = dict(models)
     if trainer.optimizer is not None:
-        parameters = models["model0"] if len(models) == 1 else models
-        state["optimizer"] = trainer.optimizer.sharded_state_dict(parameters, is_loading=is_loading)
+        state["optimizer"] = trainer.optimizer.sharded_state_dict(models["model0"], is_loading=is_loading)
     return state
 
 

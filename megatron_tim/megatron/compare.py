@@ -47,6 +47,9 @@ def _megatron_logits(trainer: MegatronTrainer, samples: list[Sample]) -> dict[in
 @torch.no_grad()
 def _difference(trainer: MegatronTrainer, samples: list[Sample], logits: dict[int, Tensor]) -> float:
     from transformers import Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     model = Qwen3MoeForCausalLM.from_pretrained(trainer.hf_path, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
     differences = [(model(s.tokens[None]).logits[0] - logits[i]).abs().max() for i, s in enumerate(samples)]

@@ -39,9 +39,7 @@ def parameter_maps(model: GPTModel, arch: Architecture) -> Iterator[ParameterMap
         yield from _layer_maps(layer, f"model.layers.{layer.layer_number - 1}.")
     if model.post_process:
         yield ParameterMap(model.decoder.final_layernorm.weight, "copy", ("model.norm.weight",))
-        if arch.tie_word_embeddings and not model.pre_process:
-            yield ParameterMap(model.output_layer.weight, "copy", ("model.embed_tokens.weight",), 0)
-        elif not arch.tie_word_embeddings:
+        if not arch.tie_word_embeddings:
             yield ParameterMap(model.output_layer.weight, "copy", ("lm_head.weight",), 0)
 
 

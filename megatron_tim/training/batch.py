@@ -46,7 +46,7 @@ class RolloutBatch:
         fields = {"rollout_logprobs": self.rollout_logprobs, "advantages": self.advantages, "mask": self.mask, **fields}
         bounds = self.cu_seqlens.tolist()
         return [
-            Sample(_tokens(t), t.prompt_ids.size, {name: values[start:stop] for name, values in fields.items()})
+            Sample(token_ids(t), t.prompt_ids.size, {name: values[start:stop] for name, values in fields.items()})
             for t, start, stop in zip(self.trajectories, bounds[:-1], bounds[1:], strict=True)
         ]
 
@@ -65,5 +65,6 @@ def minibatches(trajectories: list[Trajectory], count: int, seed: tuple[int, ...
     return [[number for group in part for number in groups[group]] for part in np.array_split(order, count)]
 
 
-def _tokens(trajectory: Trajectory) -> Tensor:
+def token_ids(trajectory: Trajectory) -> Tensor:
+    """Prompt and response, int64 ``[P + R]``."""
     return torch.from_numpy(np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64))

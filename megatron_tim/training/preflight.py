@@ -18,6 +18,8 @@ from megatron_tim.errors import UserError
 from megatron_tim.megatron.packing import Sample
 from megatron_tim.megatron.trainer import MegatronTrainer
 from megatron_tim.rollout.trajectory import Trajectory
+from megatron_tim.training import metric_names as names
+from megatron_tim.training.batch import token_ids
 
 # A float32 server differs from the trainer by the order of its sums; 16-bit ones by their rounding,
 # which a router can blow up. Another model differs by nats.
@@ -42,7 +44,7 @@ class Preflight:
 
 def run_preflight(trainer: MegatronTrainer, trajectories: list[Trajectory], rollout: RolloutConfig, config: PreflightConfig) -> Preflight:
     """Scores the trajectories (which carry routes) with the trainer and compares. Collective."""
-    samples = [_sample(t) for t in trajectories]
+    samples = [Sample(token_ids(t), t.prompt_ids.size) for t in trajectories]
     scores = trainer.score(samples, rollout.temperature, record_routes=True)
     recorded = torch.from_numpy(np.concatenate([t.rollout_logprobs for t in trajectories]))
     difference = (scores.logprobs - recorded).double()
@@ -77,12 +79,7 @@ def refuse_other_model(result: Preflight) -> None:
 
 def preflight_metrics(result: Preflight) -> dict[str, float]:
     """The figures for metrics.jsonl."""
-    return {f"preflight/{name}": float(value) for name, value in asdict(result).items() if isinstance(value, int | float)}
-
-
-def _sample(trajectory: Trajectory) -> Sample:
-    tokens = np.concatenate([trajectory.prompt_ids, trajectory.response_ids]).astype(np.int64)
-    return Sample(torch.from_numpy(tokens), trajectory.prompt_ids.size)
+    return {names.PREFLIGHT + name: float(value) for name, value in asdict(result).items() if isinstance(value, int | float)}
 
 
 def _disagrees(rollout: np.ndarray, train: np.ndarray) -> np.ndarray:

@@ -64,7 +64,7 @@ def negative_log_likelihood(batch: MicroBatch, scores: TokenScores) -> tuple[tor
 
 
 def expected_reward(trainer: MegatronTrainer, examples: list[Sample]) -> float:
-    """Mean over examples of the probability of the whole answer: the mean reward that sampling would earn."""
+    """Mean over examples of the probability of the whole answer: the mean reward that sampling at temperature 1 would earn."""
     logprobs = trainer.score(examples).logprobs
     answers = logprobs.split([example.response_length for example in examples])
     return torch.stack([answer.sum() for answer in answers]).exp().mean().item()
