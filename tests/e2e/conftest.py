@@ -20,7 +20,7 @@ SMALL = [
     "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
     "rollout.concurrency=32",
-    "warm_start.target_reward=0.02",
+    "warm_start.target_reward=0.1",
     "warm_start.batch_size=64",
     "evaluation.problems=50",
 ]
