@@ -140,3 +140,21 @@ def test_weights_come_back_bit_identical(results, reference):
         assert exported.keys() == original.keys(), layout
         for name, tensor in original.items():
             assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), (layout, name)
+
+
+def test_bfloat16_scores_and_steps_close_to_float32(reference):
+    folder, hf_path, samples, expected = reference
+    torch.save({"samples": samples}, folder / "samples.pt")
+    layout = "tp1-pp1-ep2-etp1-budget64-none-bfloat16"
+    torchrun(2, "tests/megatron/layout_worker.py", hf_path, folder / "samples.pt", folder, layout)
+    got = torch.load(folder / f"{layout}.pt", weights_only=False)
+    assert 0 < (got["logprobs"] - expected["logprobs"]).abs().mean() < 0.1
+    norm = torch.stack([grad.double().norm() for grad in expected["gradients"].values()]).norm().item()
+    assert got["grad_norm"] == pytest.approx(norm, rel=0.1)
+    moved = (expected["logprobs_after_a_step"] - expected["logprobs"]).abs().mean()
+    assert 0.5 * moved < (got["logprobs_after_a_step"] - got["logprobs"]).abs().mean() < 2 * moved
+    original = load_file(hf_path / "model.safetensors")
+    exported = {}
+    for path in (folder / layout).glob("*.safetensors"):
+        exported.update(load_file(path))
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in original.items())
