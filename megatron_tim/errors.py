@@ -25,6 +25,10 @@ _OUT_OF_SPACE = {
 _OUT_OF_SPACE_WORDS = ("no space left", "file too large", "quota exceeded", "unexpected pos", "failed writing file")
 
 
+# A lock that is held and a path that is taken are answers, which callers put into words of their own.
+_MEANT_FOR_CALLERS = (BlockingIOError, FileExistsError, NotADirectoryError)
+
+
 def space_problem(error: BaseException) -> str | None:
     """Says how the disk ran out, when that is what ``error`` (or what caused it) reports."""
     while error is not None:
@@ -53,6 +57,6 @@ def writing(path: Path | str) -> Iterator[None]:
         problem = space_problem(error)
         if problem is not None:
             raise UserError(f"cannot write {path}: {problem}; free some space or choose another run.dir.") from error
-        if isinstance(error, OSError) and error.strerror:
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, _MEANT_FOR_CALLERS):
             raise UserError(f"cannot write {path}: {error.strerror.lower()}; choose another run.dir.") from error
         raise
