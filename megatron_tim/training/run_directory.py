@@ -141,8 +141,6 @@ def _make_folder(path: Path) -> None:
             path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"{path} cannot be a folder: a file is in its place; remove it or choose another run.name or run.dir.") from None
-    except OSError as error:
-        raise UserError(f"cannot make the folder {path}: {error.strerror}; choose another run.name or run.dir.") from None
 
 
 def _lock(path: Path) -> FileIO:
@@ -151,7 +149,8 @@ def _lock(path: Path) -> FileIO:
         try:
             with writing(path / ".lock"):
                 file = on_error.enter_context(open(path / ".lock", "a+b", buffering=0))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with writing(path / ".lock"):
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         except BlockingIOError:
