@@ -35,6 +35,10 @@ def train(config: Config) -> None:
     with RunRecord(config, is_main()) as record, _source(config, task) as source:
         on_main(source.check)
         done = _restore_or_warm_start(trainer, task, config, record)
+        if done and done >= config.run.steps:
+            record.console.say("Every step is done; raise run.steps to go on, or choose another run.name.")
+            record.finish()
+            return
         _start_engine(trainer, source, config, record, done)
         if source.samples_live:
             _compare_engines(trainer, source, task, config, record, done)

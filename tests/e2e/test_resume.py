@@ -66,6 +66,13 @@ def test_replies_to_other_prompts_are_refused(jobs, recorded):
     assert "answers another prompt" in error and error.count("\n") == 1
 
 
+def test_a_finished_run_starts_nothing_and_stays_as_it_is(jobs, recorded):
+    before = jobs.rows("uninterrupted")
+    done = jobs.run("run.name=uninterrupted", *recorded)
+    assert "Every step is done" in done.stdout and jobs.rows("uninterrupted") == before
+    assert (jobs.folder / "uninterrupted" / "summary.json").is_file()
+
+
 def test_a_damaged_checkpoint_is_named(jobs, recorded):
     shutil.copytree(jobs.folder / "uninterrupted", jobs.folder / "damaged")
     for part in (jobs.folder / "damaged" / "checkpoints" / "step_000004").glob("*.distcp"):
