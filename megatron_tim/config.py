@@ -27,7 +27,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = Field(description="Name of the run; its files are in DIR/NAME.", pattern=r"^[\w][\w.+-]*$")
     dir: Path = Field(Path("runs"), description="Folder that holds the runs.")
-    seed: int = Field(1, ge=0, description="Seeds the data order, the sampler and the trainer.")
+    seed: int = Field(1, ge=0, lt=2**31, description="Seeds the data order, the sampler and the trainer.")
     steps: int = Field(ge=0, description="RL steps: rollouts sampled, corrected and trained on.")
     save_every: int = Field(10, ge=1, description="Steps between checkpoints; the last step is always saved.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep.")
