@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_tim.config import ParallelConfig
 
 USER_ERROR_STATUS = 2
+_PR_SET_PDEATHSIG = 1
 
 
 def default_processes(parallel: ParallelConfig) -> int:
@@ -65,7 +67,11 @@ def quiet_libraries() -> None:
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM, which torchrun sends to the survivors, ends a worker like an exit: files and servers are closed."""
+    """SIGTERM, which torchrun sends to the survivors, ends a worker like an exit: files and servers are closed.
+
+    Should the launcher itself be killed, the kernel kills the worker, and its server goes with it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def stop(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one is being obeyed

@@ -55,7 +55,7 @@ def save_weights(trainer: MegatronTrainer, target: Path, state: dict[str, Any] |
             error = failure
             on_main(lambda: _refuse(target, error))
         if is_main():
-            (partial / _STATE).write_text(json.dumps(state or {}), encoding="utf-8")
+            (partial / _STATE).write_text(json.dumps((state or {}) | {"parallel": trainer.parallel.model_dump()}), encoding="utf-8")
 
 
 def _refuse(target: Path, error: CheckpointException) -> None:
@@ -79,15 +79,28 @@ def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a checkpoint of megatron-tim: it has no {_STATE}; give a step_N folder or one that convert wrote.")
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        _check_layout(trainer, path, state)
         loaded = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(path))
         for number, chunk in enumerate(trainer.chunks):
             unwrap(chunk).load_state_dict(loaded[f"model{number}"])
         if trainer.optimizer is not None:
             trainer.optimizer.load_state_dict(loaded["optimizer"])
+    except UserError:
+        raise
     except (Exception, CheckpointException) as error:  # torch, json and Megatron report damage in types of their own
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"checkpoint {path} cannot be loaded ({reason[-1].strip()}); delete it to continue from the one before.") from error
+        raise UserError(
+            f"checkpoint {path} cannot be loaded ({reason[-1].strip()[:200]}); delete it to continue from the one before."
+        ) from error
     return state
+
+
+def _check_layout(trainer: MegatronTrainer, path: Path, state: dict[str, Any]) -> None:
+    """Weights alone fit any layout; the optimizer's state is named by the one it was saved at."""
+    saved, here = state.get("parallel", {}), trainer.parallel.model_dump()
+    changed = [f"parallel.{key} = {saved[key]}" for key in here if key in saved and saved[key] != here[key]]
+    if changed and trainer.optimizer is not None:
+        raise UserError(f"checkpoint {path} was saved with {', '.join(changed)}; set that back to resume.")
 
 
 def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]:

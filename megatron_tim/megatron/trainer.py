@@ -67,7 +67,7 @@ class MegatronTrainer:
             UserError: the model or the layout is unsuitable (see ``architecture`` and ``hf_weights``).
         """
         self.arch = read_architecture(hf_path)
-        self.train_config, self.hf_path = train, Path(hf_path)
+        self.train_config, self.hf_path, self.parallel = train, Path(hf_path), parallel
         config = transformer_config(self.arch, parallel, train)
         initialize_parallel(parallel, seed)
         self.chunks = build_model(self.arch, config)

@@ -111,6 +111,8 @@ def _next_command(config: Config) -> str:
     """The same job with the other answer to its main question: corrected or not."""
     method = "none" if config.correction.method != "none" else "cis"
     program = Path(sys.executable).with_name("megatron-tim")
+    if not program.exists():
+        program = Path("megatron-tim")
     if program.is_relative_to(Path.cwd()):
         program = program.relative_to(Path.cwd())
     return f"{program} train --config {config.run.path / 'config.yaml'} run.name={config.run.name}-{method} correction.method={method}"
