@@ -71,7 +71,8 @@ def stop_on_sigterm() -> None:
 
     Should the launcher itself be killed, the kernel kills the worker, and its server goes with it.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a process that a user started alone may outlive the shell
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     def stop(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one is being obeyed
