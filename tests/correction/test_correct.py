@@ -74,6 +74,13 @@ def test_weights_are_fp32_and_computed_in_fp32_or_better(dtype: torch.dtype) -> 
     assert out.weights.tolist()[0] == pytest.approx(expected.tolist()[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_cap_is_computed_in_fp32_or_better(dtype: torch.dtype) -> None:
+    train, rollout = torch.tensor([[-0.3]], dtype=dtype), torch.tensor([[-9.0]], dtype=dtype)
+    weight = correct(train, rollout, torch.tensor([[True]]), CorrectionConfig()).weights.item()
+    assert weight == pytest.approx(1 - 2.3 * math.expm1(train.item()), rel=1e-6)
+
+
 def test_one_side_in_fp64_is_not_rounded() -> None:
     train, rollout = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - 1e-10]], dtype=torch.float64)
     assert correct(train, rollout, torch.tensor([[True]]), CorrectionConfig()).metrics["rollout_corr/kl"] == pytest.approx(-1e-10, rel=1e-5)

@@ -35,6 +35,11 @@ def test_names_of_one_side_are_kept() -> None:
     assert (left + right).to_floats() == (right + left).to_floats() == expected
 
 
+def test_a_copy_in_host_memory_is_equal() -> None:
+    sums = sums_of([[Token(-1.0, -1.5, True)]])
+    assert sums.cpu() == sums and sums.cpu().to_floats() == sums.to_floats()
+
+
 def test_nothing_summed_is_nothing_reported() -> None:
     assert MetricSums().to_floats() == {} and summarise(MetricSums()) == {}
 
