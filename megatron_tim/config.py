@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from megatron_tim.correction import CorrectionConfig, LossConfig, check_combination
+from megatron_tim.correction import CorrectionConfig, LossConfig, Settings, check_combination
 from megatron_tim.errors import UserError, writing
 
 
-class Section(BaseModel):
-    """A part of the configuration; keys that it does not know are refused."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
-
-
-class RunConfig(Section):
+class RunConfig(Settings):
     name: str = Field(description="Name of the run; its files are in DIR/NAME.", pattern=r"^[\w][\w.+-]*$")
     dir: Path = Field(Path("runs"), description="Folder that holds the runs.")
     seed: int = Field(1, ge=0, lt=2**31, description="Seeds the data order, the sampler and the trainer.")
@@ -38,11 +35,11 @@ class RunConfig(Section):
         return self.dir / self.name
 
 
-class ModelConfig(Section):
+class ModelConfig(Settings):
     hf_path: Path = Field(description="Folder with a Hugging Face config.json, tokenizer and safetensors.")
 
 
-class DataConfig(Section):
+class DataConfig(Settings):
     train: Path = Field(description="JSONL with `question` and `answer` (GSM8K's form: the answer ends in '#### 42').")
     eval: Path = Field(description="JSONL of the same form, never trained on.")
     prompt_template: str = Field("{question}\n", description="Prompt text; {question} is replaced.")
@@ -55,7 +52,7 @@ class DataConfig(Section):
         return self
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Settings):
     engine: Literal["sglang", "recorded"] = Field(
         "sglang", description="sglang: a real server samples. recorded: replies are read from recorded_dir, no server."
     )
@@ -83,6 +80,28 @@ class RolloutConfig(Section):
     extra_args: list[str] = Field([], description="More arguments for sglang.launch_server, as words.")
     env: dict[str, str] = Field({}, description="More environment variables for the server.")
 
+    @field_validator("base_url")
+    @classmethod
+    def _url_has_host(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ValueError(f"{url!r} is no address of a server; write one such as http://127.0.0.1:30000")
+        return url
+
+    @field_validator("env")
+    @classmethod
+    def _env_can_be_set(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or "\0" in value:
+                raise ValueError(f"{name!r} cannot be set: a name is letters, digits and _, and neither it nor its value holds NUL")
+        return env
+
     @model_validator(mode="after")
     def _source_is_complete(self) -> RolloutConfig:
         if self.engine == "recorded" and self.recorded_dir is None:
@@ -92,7 +111,7 @@ class RolloutConfig(Section):
         return self
 
 
-class ParallelConfig(Section):
+class ParallelConfig(Settings):
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share each attention layer and the vocabulary.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Stages that the layers are cut into.")
     expert_parallel_size: int = Field(1, ge=1, description="Ranks that the experts of a layer are spread over.")
@@ -122,7 +141,7 @@ class ParallelConfig(Section):
                 )
 
 
-class TrainConfig(Section):
+class TrainConfig(Settings):
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="Parameters and activations of the trainer; the optimizer keeps float32 masters."
     )
@@ -135,7 +154,7 @@ class TrainConfig(Section):
     logprob_chunk_tokens: int = Field(1024, ge=1, description="Rows of logits turned into log-probs at a time.")
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Settings):
     lr: float = Field(1e-6, ge=0, description="Constant learning rate of RL.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay (AdamW).")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean gradient.")
@@ -144,13 +163,13 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
 
 
-class AdvantageConfig(Section):
+class AdvantageConfig(Settings):
     method: Literal["group_mean", "group_mean_std"] = Field(
         "group_mean_std", description="Reward minus its group's mean, divided by the group's std or not."
     )
 
 
-class WarmStartConfig(Section):
+class WarmStartConfig(Settings):
     """Supervised steps before RL, for a model that cannot solve anything yet."""
 
     max_steps: int = Field(0, ge=0, description="Most supervised steps; 0 turns the warm start off.")
@@ -162,12 +181,12 @@ class WarmStartConfig(Section):
     lr: float = Field(1e-3, gt=0, description="Learning rate of the warm start.")
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Settings):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     problems: int = Field(200, ge=1, description="Held-out problems, the first ones of data.eval.")
 
 
-class PreflightConfig(Section):
+class PreflightConfig(Settings):
     """Before step 1 the trainer scores the server's own tokens; a different model is refused."""
 
     enabled: bool = Field(True, description="Compare before the first step.")
@@ -177,7 +196,7 @@ class PreflightConfig(Section):
     )
 
 
-class Config(Section):
+class Config(Settings):
     """A whole run. `megatron-tim train --config F.yaml run.steps=10 correction.method=tis`."""
 
     run: RunConfig
@@ -250,6 +269,34 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML where a key comes once, and where 012, 1:30, 1_000, yes and 2026-12-01 are text, as people mean them (YAML 1.2)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _kind, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -258,8 +305,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}.") from None
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        tree = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(tree, dict):
         raise UserError(f"config file {path} must hold sections such as `run:` and `model:`, found {type(tree).__name__}.")
@@ -278,8 +325,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise UserError(f"'{override}': {'.'.join(sections[: depth + 1])} is a value, not a section.")
     try:
-        tree[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        tree[leaf] = yaml.load(value, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError):
         raise UserError(f"'{override}': the value is not valid YAML; quote it.") from None
 
 
@@ -295,7 +342,14 @@ def _describe(error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     if problem["type"] == "value_error":
         return f"{key + ': ' if key else ''}{message}{more}."
-    return f"{key} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}{more}."
+    return f"{describe_problem(problem)}{more}."
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """One error of pydantic's as 'key = value is refused: what is allowed'."""
+    message = problem["msg"].rstrip(".")
+    key = ".".join(str(part) for part in problem["loc"])
+    return f"{key} = {problem['input']!r} is refused: {message[0].lower()}{message[1:]}"
 
 
 def _suggestion(location: tuple[Any, ...]) -> str:

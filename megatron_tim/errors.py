@@ -56,7 +56,7 @@ def writing(path: Path | str) -> Iterator[None]:
     except BaseException as error:  # torch's CheckpointException is no Exception
         problem = space_problem(error)
         if problem is not None:
-            raise UserError(f"cannot write {path}: {problem}; free some space or choose another run.dir.") from error
+            raise UserError(f"cannot write {path}: {problem}; free some space or write elsewhere.") from error
         if isinstance(error, OSError) and error.strerror and not isinstance(error, _MEANT_FOR_CALLERS):
-            raise UserError(f"cannot write {path}: {error.strerror.lower()}; choose another run.dir.") from error
+            raise UserError(f"cannot write {path}: {error.strerror.lower()}; choose another place.") from error
         raise

@@ -44,6 +44,18 @@ def test_a_saved_configuration_reads_back_the_same(tmp_path):
         ("run.steps.more=5", "run.steps is a value, not a section"),
         ("=5", "'=5' is not an override"),
         ("run.steps={", "the value is not valid YAML"),
+        ("run.steps=true", "run.steps: true is no value for it; allowed: a whole number"),
+        ("optimizer.lr=true", "optimizer.lr: true is no value for it; allowed: a number"),
+        ("rollout.port=false", "rollout.port: false is no value for it"),
+        ("correction.lam=true", "correction.lam: true is no value for it"),
+        ("run.seed=1:30", "run.seed = '1:30' is refused"),
+        ("run.name=01/2", "run.name = '01/2' is refused"),
+        ('run.dir="a\\0b"', "run.dir: it holds a NUL character"),
+        ("rollout.base_url=foo", "'foo' is no address of a server"),
+        ("rollout.base_url=http://", "'http://' is no address of a server"),
+        ("rollout.base_url=http://host:99999", "is no address of a server"),
+        ('rollout.env={"A=B": "1"}', "'A=B' cannot be set"),
+        ("run={steps: 1, steps: 2}", "the value is not valid YAML"),
     ],
 )
 def test_a_wrong_override_is_named(override, words):
@@ -52,11 +64,24 @@ def test_a_wrong_override_is_named(override, words):
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["012", "1_000", "2026-12-01", "yes"])
+def test_a_name_that_looks_like_a_number_stays_as_it_is_written(name):
+    assert load_config(RECIPE, [f"run.name={name}"]).run.name == name
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", ".1e-4", "1.e-5", "+1.0e-5"])
+def test_small_numbers_in_every_notation(text):
+    assert load_config(RECIPE, [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-5, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("- a\n- b", "must hold sections"),
         ("a: [", "is not valid YAML"),
+        ("run: {name: x}\nrun: {name: y}", "key 'run' is given twice"),
+        ("run: {name: x, steps: 1, name: y}", "key 'name' is given twice"),
+        ("a: " + "[" * 3000, "is not valid YAML"),
         ("run: {name: x}", "key 'run.steps' is missing"),
         ("", "must hold sections"),
     ],

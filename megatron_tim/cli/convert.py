@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tim.cli.arguments import positive_int
+from megatron_tim.cli.arguments import positive_int, tolerance
 from megatron_tim.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument("--hf", required=True, type=Path, metavar="DIR", help="Hugging Face folder: config.json, tokenizer, safetensors")
     parser.add_argument("--check", action="store_true", help="compare the logits with transformers' in float32; fails above --tolerance")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest logit difference that passes (default: %(default)s)")
+    parser.add_argument("--tolerance", type=tolerance, default=1e-4, help="largest logit difference that passes (default: %(default)s)")
     parser.add_argument("--to-megatron", type=Path, metavar="DIR", help="write a Megatron distributed checkpoint")
     parser.add_argument(
         "--from-megatron", type=Path, metavar="DIR", help="read weights from a Megatron checkpoint (one of a run, or --to-megatron)"

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import megatron_tim
 from megatron_tim.cli import convert, doctor, train
@@ -18,9 +19,16 @@ COMMANDS = (train, convert, doctor)
 INTERRUPTED = 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake as one sentence, like every other; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR_STATUS, f"megatron-tim: error: {message}; see {self.prog} --help.\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Builds the parser; each subcommand leaves its ``run`` in the parsed arguments."""
-    parser = argparse.ArgumentParser(prog="megatron-tim", description=megatron_tim.__doc__)
+    parser = _Parser(prog="megatron-tim", description=megatron_tim.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {megatron_tim.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -1,7 +1,7 @@
 """Corrections for the training-inference mismatch: tensors in, tensors out; needs torch and pydantic alone."""
 
 from megatron_tim.correction.advantages import ADVANTAGES, group_mean, group_mean_std
-from megatron_tim.correction.config import CorrectionConfig, LossConfig, check_combination
+from megatron_tim.correction.config import CorrectionConfig, LossConfig, Settings, check_combination
 from megatron_tim.correction.correct import Correction, correct
 from megatron_tim.correction.displacement import displacement, log_odds, mismatch_ratio
 from megatron_tim.correction.losses import policy_loss
@@ -16,6 +16,7 @@ __all__ = [
     "CorrectionConfig",
     "LossConfig",
     "MetricSums",
+    "Settings",
     "check_combination",
     "correct",
     "displacement",

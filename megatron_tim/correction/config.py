@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 
-class CorrectionConfig(BaseModel):
+class Settings(BaseModel):
+    """A section of a configuration: keys that it does not know are refused, numbers are finite, true is no number."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
+            raise ValueError(f"{str(value).lower()} is no value for it; allowed: {_kind_in_words(kind)}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("it holds a NUL character; remove it")
+        return value
+
+
+def _kind_in_words(kind: Any) -> str:
+    return {int: "a whole number", float: "a number"}.get(next(iter(get_args(kind)), kind), "another kind of value")
+
+
+class CorrectionConfig(Settings):
     """How a token's weight follows from the mismatch ratio k = p / q (p: train probability, q: rollout probability).
 
     Raises:
         ValueError: (pydantic's ValidationError) an unknown key, or a value outside its range; both are named.
     """
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     method: Literal["cis", "tis", "none"] = Field(
         "cis",
@@ -33,14 +51,12 @@ class CorrectionConfig(BaseModel):
     )
 
 
-class LossConfig(BaseModel):
+class LossConfig(Settings):
     """The policy loss of one token.
 
     Raises:
         ValueError: (pydantic's ValidationError) an unknown key, or a value outside its range; both are named.
     """
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
     name: Literal["reinforce", "ppo"] = Field(
         "reinforce", description="reinforce: -A * w * log pi. ppo: -w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."

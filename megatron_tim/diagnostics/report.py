@@ -14,7 +14,7 @@ import yaml
 from megatron_tim import __version__
 from megatron_tim.diagnostics.charts import run_charts
 from megatron_tim.diagnostics.report_page import TEMPLATE
-from megatron_tim.diagnostics.run_summary import findings, summarise, window
+from megatron_tim.diagnostics.run_summary import findings, summarise_run, window
 from megatron_tim.errors import UserError
 from megatron_tim.training import metric_names as names
 from megatron_tim.training.console_format import comparison_rows, percent, preflight_rows
@@ -49,7 +49,7 @@ def _page(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     config = _read(path / "config.yaml", yaml.safe_load)
     written_summary = _read(path / "summary.json", json.loads)
     history = read_json_lines(path / "history.jsonl", key="event")
-    summary = summarise(rows) | {key: value for key, value in written_summary.items() if value is not None}
+    summary = summarise_run(rows) | {key: value for key, value in written_summary.items() if value is not None}
     resumed_after = [event["step"] for event in history if event["event"] == "resume" and "step" in event]
     length = window(summary["steps"])
     return {

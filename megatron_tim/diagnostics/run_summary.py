@@ -23,7 +23,7 @@ def window(steps: int) -> int:
     return max(1, min(LONGEST_WINDOW, steps // 10))
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_run(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The numbers of a run; None where no row has the metric.
 
     Args:
@@ -92,7 +92,7 @@ def findings(summary: Mapping[str, Any], config: Mapping[str, Any], complete: bo
     """What a reader should know first, in the order of importance.
 
     Args:
-        summary: of :func:`summarise`.
+        summary: of :func:`summarise_run`.
         config: the run's ``config.yaml`` as a tree; a missing key leaves out what needs it.
         complete: whether the run has ended as planned.
     """

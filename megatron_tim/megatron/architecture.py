@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron_tim.config import ParallelConfig, TrainConfig
+from megatron_tim.config import ParallelConfig, TrainConfig, describe_problem
 from megatron_tim.errors import UserError
+from megatron_tim.hf_config import read_hf_config
 from megatron_tim.replay.layout import MoELayout
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -47,33 +48,58 @@ def read_architecture(hf_path: Path) -> Architecture:
     Raises:
         UserError: the folder or file is missing, or the model is not one that is supported.
     """
-    path = Path(hf_path) / "config.json"
-    raw = _read_json(Path(hf_path), path)
+    path, raw = read_hf_config(hf_path)
     if raw.get("model_type") != "qwen3_moe":
         raise UserError(f"{path}: model_type is {raw.get('model_type')!r}; supported: 'qwen3_moe'.")
     _refuse_unsupported(path, raw)
+    values = _typed(path, raw)
+    return Architecture(
+        **values.model_dump(exclude={"head_dim"}),
+        head_dim=values.head_dim or values.hidden_size // values.num_attention_heads,
+        rope_theta=_rope_theta(path, raw),
+        moe_layers=MoELayout.from_hf(hf_path).moe_layers,
+    )
+
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Qwen3MoeKeys(BaseModel):
+    """The keys of ``config.json`` that :class:`Architecture` takes over, with what they may hold."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    vocab_size: _Count
+    hidden_size: _Count
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    num_key_value_heads: _Count
+    head_dim: _Count | None = None
+    num_experts: _Count
+    num_experts_per_tok: _Count
+    moe_intermediate_size: _Count
+    intermediate_size: _Count
+    norm_topk_prob: bool
+    rms_norm_eps: float = Field(gt=0)
+    max_position_embeddings: _Count
+    tie_word_embeddings: bool = False
+
+
+def _typed(path: Path, raw: dict[str, Any]) -> _Qwen3MoeKeys:
     try:
-        routing = MoELayout.from_hf(hf_path)
-        return Architecture(
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            num_hidden_layers=routing.num_layers,
-            num_attention_heads=raw["num_attention_heads"],
-            num_key_value_heads=raw["num_key_value_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            num_experts=routing.num_experts,
-            num_experts_per_tok=routing.topk,
-            moe_intermediate_size=raw["moe_intermediate_size"],
-            intermediate_size=raw["intermediate_size"],
-            norm_topk_prob=raw["norm_topk_prob"],
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=_rope_theta(path, raw),
-            max_position_embeddings=raw["max_position_embeddings"],
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            moe_layers=routing.moe_layers,
+        values = _Qwen3MoeKeys.model_validate(raw)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        if problem["type"] == "missing":
+            raise UserError(f"{path}: key '{problem['loc'][0]}' is missing; a Qwen3-MoE config.json has it.") from None
+        raise UserError(f"{path}: {describe_problem(problem)}.") from None
+    if values.num_attention_heads % values.num_key_value_heads:
+        raise UserError(
+            f"{path}: num_key_value_heads = {values.num_key_value_heads} must divide num_attention_heads = {values.num_attention_heads}."
         )
-    except KeyError as error:
-        raise UserError(f"{path}: key {error} is missing; a Qwen3-MoE config.json has it.") from None
+    if values.num_experts_per_tok > values.num_experts:
+        raise UserError(f"{path}: num_experts_per_tok = {values.num_experts_per_tok} exceeds num_experts = {values.num_experts}.")
+    return values
 
 
 def transformer_config(arch: Architecture, parallel: ParallelConfig, train: TrainConfig) -> TransformerConfig:
@@ -183,20 +209,6 @@ def _recompute_settings(train: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def _read_json(folder: Path, path: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise UserError(f"model folder {folder} does not exist; set model.hf_path to a folder with config.json and safetensors.")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"model folder {folder} has no config.json; set model.hf_path to a Hugging Face model folder.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} must hold a JSON object.")
-    return raw
-
-
 def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
     for key, allowed in {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False, None)}.items():
         value = raw.get(key, allowed[0])
@@ -206,8 +218,14 @@ def _refuse_unsupported(path: Path, raw: dict[str, Any]) -> None:
 
 def _rope_theta(path: Path, raw: dict[str, Any]) -> float:
     """The RoPE base, from ``rope_parameters`` (transformers 5) or ``rope_theta``; scaled RoPE is refused."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    rope = raw.get(key) or {}
+    if not isinstance(rope, dict):
+        raise UserError(f'{path}: {key} = {rope!r} is refused: it must be an object, such as {{"rope_type": "default"}}.')
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise UserError(f"{path}: RoPE of type {kind!r} is not supported; allowed: 'default'.")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    if type(theta) not in (int, float) or not 0 < theta < float("inf"):
+        raise UserError(f"{path}: rope_theta = {theta!r} is refused: it must be a number above 0.")
+    return float(theta)

@@ -60,13 +60,18 @@ def save_weights(trainer: MegatronTrainer, target: Path, state: dict[str, Any] |
 
 def _refuse(target: Path, error: CheckpointException) -> None:
     reason = space_problem(error) or str(error).strip().splitlines()[-1]
-    raise UserError(f"cannot write {target}: {reason}; free some space or choose another run.dir.") from error
+    raise UserError(f"cannot write {target}: {reason}; free some space or write elsewhere.") from error
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in ``folder``, or None."""
-    complete = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / _STATE).is_file()]
-    return max(complete, key=lambda path: int(_NAME.fullmatch(path.name)[1]), default=None)
+    return next(reversed(_complete(folder)), None)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, oldest first."""
+    found = [(_NAME.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match and (path / _STATE).is_file())]
 
 
 def load_checkpoint(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
@@ -112,8 +117,6 @@ def _sharded_state(trainer: MegatronTrainer, is_loading: bool) -> dict[str, Any]
 
 
 def _prune(folder: Path, keep: int) -> None:
-    complete = sorted(
-        (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(_NAME.fullmatch(path.name)[1])
-    )
-    for path in complete[:-keep]:
+    """Deletes all but the newest ``keep``, and what a kill left half-written."""
+    for path in (*_complete(folder)[:-keep], *folder.glob("step_*.partial")):
         shutil.rmtree(path, ignore_errors=True)

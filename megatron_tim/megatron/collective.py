@@ -48,6 +48,22 @@ def on_main(work: Callable[[], bytes | None]) -> bytes:
     return payload
 
 
+def gather_bytes(payload: bytes) -> list[bytes]:
+    """``payload`` of every rank, in rank order, on every rank. Collective."""
+    if dist.get_world_size() == 1:
+        return [payload]
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=platform.device())
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    lengths = [int(length) for length in sizes]
+    mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8, device=platform.device())
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    parts = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(parts, mine)
+    return [part[:length].cpu().numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder that all ranks fill and that gets its name ``target`` when complete, or vanishes when one of them fails. Collective.

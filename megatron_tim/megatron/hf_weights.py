@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_tim.errors import UserError
 from megatron_tim.megatron.architecture import Architecture
-from megatron_tim.megatron.collective import is_main, new_folder
+from megatron_tim.megatron.collective import gather_bytes, is_main, new_folder
 from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.weight_map import ParameterMap, parameter_maps, shard, unshard
 
@@ -33,9 +33,10 @@ def load_hf_weights(chunks: list[torch.nn.Module], arch: Architecture, hf_path: 
     """Copies the safetensors of ``hf_path`` into the model, cast to its dtype.
 
     Raises:
-        UserError: a tensor is missing, of another shape than config.json says, or a file is damaged.
+        UserError: a tensor is missing, left over, not finite, or of another shape than config.json says, or a file is damaged.
     """
     with _Reader(Path(hf_path)) as reader:
+        _refuse_surplus(reader, chunks, arch)
         for chunk in chunks:
             for entry in parameter_maps(unwrap(chunk), arch):
                 group = _tensor_group(entry)
@@ -47,6 +48,20 @@ def load_hf_weights(chunks: list[torch.nn.Module], arch: Architecture, hf_path: 
                         f" config.json says {tuple(entry.parameter.shape)}; the weights and config.json are of different models."
                     )
                 entry.parameter.copy_(part)
+
+
+def _refuse_surplus(reader: _Reader, chunks: list[torch.nn.Module], arch: Architecture) -> None:
+    """Tensors that no rank's model has a place for mean another model than config.json says. Collective."""
+    mine = [name for chunk in chunks for entry in parameter_maps(unwrap(chunk), arch) for name in entry.hf_names]
+    known = {name for part in gather_bytes(json.dumps(mine).encode()) for name in json.loads(part)}
+    if arch.tie_word_embeddings:
+        known.add("lm_head.weight")  # a copy of the embedding, which some exporters write
+    surplus = sorted(name for name in reader.names - known if not name.endswith(".rotary_emb.inv_freq"))
+    if surplus:
+        raise UserError(
+            f"{reader.file_of(surplus[0])} holds {surplus[0]}{f' and {len(surplus) - 1} more tensors' if surplus[1:] else ''} that the"
+            " model of its config.json has no place for; the weights and config.json are of different models."
+        )
 
 
 @torch.no_grad()
@@ -90,10 +105,9 @@ def save_hf(chunks: list[torch.nn.Module], arch: Architecture, source: Path, tar
             _copy_side_files(source, partial)
         if tensors:
             save_file(tensors, partial / file, metadata={"format": "pt"})
-        owned = [None] * dist.get_world_size()
-        dist.all_gather_object(owned, {name: (file, t.numel() * t.element_size()) for name, t in tensors.items()})
+        owned = gather_bytes(json.dumps({name: (file, t.numel() * t.element_size()) for name, t in tensors.items()}).encode())
         if is_main():
-            _write_index({name: entry for part in owned for name, entry in part.items()}, partial / INDEX)
+            _write_index({name: entry for part in owned for name, entry in json.loads(part).items()}, partial / INDEX)
 
 
 def stored_dtype(hf_path: Path) -> str:
@@ -133,6 +147,10 @@ class _Reader:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    @property
+    def names(self) -> set[str]:
+        return set(self._handles)
+
     def file_of(self, name: str) -> Path:
         return self._handles[name][0]
 
@@ -146,9 +164,12 @@ class _Reader:
             raise UserError(f"{self._folder}: no safetensors file holds {name}; the weights do not belong to its config.json.")
         path, handle = self._handles[name]
         try:
-            return handle.get_tensor(name)
+            tensor = handle.get_tensor(name)
         except SafetensorError as error:
             raise UserError(f"{path}: {name} cannot be read ({error}); download or export it again.") from None
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{path}: {name} holds NaN or infinite values; no model can be trained from it: export or download it again.")
+        return tensor
 
 
 def _tensor_group(entry: ParameterMap) -> dist.ProcessGroup:

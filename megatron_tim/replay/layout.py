@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_tim.errors import UserError
+from megatron_tim.hf_config import read_hf_config
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,23 @@ class MoELayout:
         Raises:
             UserError: config.json is missing, unreadable, or describes a model without routed experts.
         """
-        path = Path(folder) / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist; give the folder of a Hugging Face model.") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}.") from None
+        path, config = read_hf_config(folder)
         config = config.get("text_config", config)
-        num_experts = next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
-        layers, topk = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
-        if not (layers and num_experts and topk):
-            raise UserError(f"{path} describes a model without routed experts, so it has no routes to record; turn replay off.")
+        experts_key = next((key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), None)
+        if experts_key is None or not config.get("num_experts_per_tok"):
+            raise UserError(
+                f"{path} describes a model without routed experts (no num_experts, or no num_experts_per_tok), so it has no routes"
+                " to record; set rollout.record_routes=false."
+            )
+        layers, num_experts, topk = (_count(path, config, key) for key in ("num_hidden_layers", experts_key, "num_experts_per_tok"))
         return cls(layers, tuple(layer for layer in range(layers) if _is_moe(config, layer)), num_experts, topk)
+
+
+def _count(path: Path, config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise UserError(f"{path}: {key} = {value!r} is refused: it must be a whole number of at least 1.")
+    return value
 
 
 def _is_moe(config: dict[str, Any], layer: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -10,6 +11,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from megatron_tim.config import RolloutConfig
+from megatron_tim.correction.validation import POSITIVE_ROUNDING
 from megatron_tim.errors import UserError
 from megatron_tim.rollout import launch
 from megatron_tim.rollout.client import SGLangClient
@@ -117,8 +119,8 @@ class RecordedSource:
 
     samples_live = False
 
-    def __init__(self, config: RolloutConfig) -> None:
-        self._config, self._folder = config, config.recorded_dir
+    def __init__(self, config: RolloutConfig, vocab_size: int) -> None:
+        self._config, self._folder, self._vocab_size = config, config.recorded_dir, vocab_size
 
     def __enter__(self) -> Self:
         return self
@@ -141,13 +143,23 @@ class RecordedSource:
                     f"{path}: row {row} answers another prompt than step {step} of this run asks; use the same data, seed and"
                     " rollout.prompts_per_step as the recorded run."
                 )
-        expected = len(prompts) * self._config.samples_per_prompt
-        if len(trajectories) != expected:
-            raise UserError(
-                f"{path} holds {len(trajectories)} trajectories, this run asks for {expected}; use the recorded run's"
-                " rollout.prompts_per_step and rollout.samples_per_prompt."
-            )
+            _refuse_damage(t, f"{path}: row {row}", self._vocab_size)
+        self._refuse_other_groups(path, trajectories, prompts)
         return trajectories
+
+    def _refuse_other_groups(self, path: Path, trajectories: list[Trajectory], prompts: Prompts) -> None:
+        """A group is the ``samples_per_prompt`` answers to one prompt, and there is one for each prompt asked."""
+        size = self._config.samples_per_prompt
+        advice = "use the recorded run's rollout.prompts_per_step and rollout.samples_per_prompt"
+        if len(trajectories) != len(prompts) * size:
+            raise UserError(f"{path} holds {len(trajectories)} trajectories, this run asks for {len(prompts) * size}; {advice}.")
+        for (group, index), count in Counter((t.group, t.prompt_index) for t in trajectories).items():
+            if count != size:
+                raise UserError(f"{path}: group {group} holds {count} answers to prompt {index}, this run asks for {size}; {advice}.")
+        answered = Counter(t.prompt_index for t in trajectories)
+        for index, times in Counter(index for index, _ in prompts).items():
+            if answered[index] != times * size:
+                raise UserError(f"{path} holds {answered[index]} answers to prompt {index}, this run asks for {times * size}; {advice}.")
 
     def greedy(self, prompts: Prompts) -> list[Trajectory]:
         raise UserError("rollout.engine = recorded cannot answer new prompts; use sglang for that.")
@@ -162,6 +174,17 @@ def _attach_key(config: RolloutConfig) -> str:
     if not key:
         raise UserError(f"rollout.base_url is set, so the environment variable {config.api_key_env} must hold the server's API key.")
     return key
+
+
+def _refuse_damage(t: Trajectory, where: str, vocab_size: int) -> None:
+    """What no engine would have recorded of this model."""
+    for name in ("prompt_ids", "response_ids"):
+        ids = getattr(t, name)
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise UserError(f"{where}: {name} reach from {ids.min()} to {ids.max()}, the model's vocabulary has {vocab_size} entries.")
+    logprobs = t.rollout_logprobs[t.response_mask]
+    if (logprobs > POSITIVE_ROUNDING).any():
+        raise UserError(f"{where}: rollout_logprobs reach {np.nanmax(logprobs):g}, a log-prob is at most 0; the file is damaged.")
 
 
 def _checked(trajectories: list[Trajectory], config: RolloutConfig, source: str) -> list[Trajectory]:

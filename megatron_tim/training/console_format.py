@@ -148,7 +148,7 @@ def comparison_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
     Args:
         summary: ``reward_before|after``, ``exact_match_before|after``, ``kl_before|after``, ``max_ratio`` and ``capped_share``
-            (of :func:`megatron_tim.diagnostics.run_summary.summarise`).
+            (of :func:`megatron_tim.diagnostics.run_summary.summarise_run`).
     """
     changed = (
         ("mean reward", "reward", number),

@@ -25,6 +25,8 @@ class Problem:
     """The normalised number after '####'."""
     index: int
     """Row in the data file, from 0, blank lines not counted."""
+    line: int
+    """Line of the data file, from 1."""
 
 
 def load_problems(path: Path | str) -> list[Problem]:
@@ -42,13 +44,14 @@ def load_problems(path: Path | str) -> list[Problem]:
     problems: list[Problem] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            problems.append(_parse(line, f"{path}, line {number}", index=len(problems)))
+            problems.append(_parse(line, path, number, index=len(problems)))
     if not problems:
         raise UserError(f"{path} holds no problems; write one JSON object a line, with 'question' and 'answer'.")
     return problems
 
 
-def _parse(line: str, where: str, index: int) -> Problem:
+def _parse(line: str, path: Path | str, number: int, index: int) -> Problem:
+    where = f"{path}, line {number}"
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -60,7 +63,7 @@ def _parse(line: str, where: str, index: int) -> Problem:
     if final is None:
         problem = "does not hold exactly one number" if MARKER in answer else "is missing"
         raise UserError(f"{where}: field 'answer' must end in the final answer, such as '{MARKER} 42', but '{MARKER}' {problem}.")
-    return Problem(question, answer, final, index)
+    return Problem(question, answer, final, index, number)
 
 
 def _text(row: dict[str, Any], field: str, where: str) -> str:
@@ -69,6 +72,10 @@ def _text(row: dict[str, Any], field: str, where: str) -> str:
     value = row[field]
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: field '{field}' must be text that is not empty, found {reprlib.repr(value)}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: field '{field}' holds {value[error.start]!r}, half of a character; write the whole one.") from None
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tim.config import Config
+from megatron_tim.errors import UserError
 from megatron_tim.evaluation.greedy import exact_match_share
 from megatron_tim.megatron.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_tim.megatron.collective import is_main, on_main
@@ -32,7 +33,8 @@ def train(config: Config) -> None:
     """
     task = Task(config.model.hf_path, config.data, config.rollout.prompts_per_step, config.run.seed)
     trainer = MegatronTrainer(config.model.hf_path, config.parallel, config.train, config.run.seed)
-    with RunRecord(config, is_main()) as record, _source(config, task) as source:
+    _refuse_long_sequences(task, trainer, config)
+    with RunRecord(config, is_main()) as record, _source(config, task, trainer.arch.vocab_size) as source:
         on_main(source.check)
         done = _restore_or_warm_start(trainer, task, config, record)
         if done and done >= config.run.steps:
@@ -63,10 +65,19 @@ def train(config: Config) -> None:
         record.finish()
 
 
-def _source(config: Config, task: Task) -> RolloutSource:
+def _refuse_long_sequences(task: Task, trainer: MegatronTrainer, config: Config) -> None:
+    longest, limit = task.longest_prompt + config.rollout.max_new_tokens, trainer.arch.max_position_embeddings
+    if longest > limit:
+        raise UserError(
+            f"the longest prompt has {task.longest_prompt} tokens, with rollout.max_new_tokens = {config.rollout.max_new_tokens} that is"
+            f" {longest}, more than the model's max_position_embeddings = {limit}; lower rollout.max_new_tokens or drop long prompts."
+        )
+
+
+def _source(config: Config, task: Task, vocab_size: int) -> RolloutSource:
     """The engine of rank 0; the other ranks hold the same object and never start it."""
     if config.rollout.engine == "recorded":
-        return RecordedSource(config.rollout)
+        return RecordedSource(config.rollout, vocab_size)
     return SGLangSource(config.rollout, task.codec.eos_id, config.run.path / "sglang.log")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_tim.config import Config
 from megatron_tim.correction import MetricSums, summarise, token_objective
+from megatron_tim.errors import UserError
 from megatron_tim.megatron.logprobs import TokenScores
 from megatron_tim.megatron.packing import MicroBatch, Sample
 from megatron_tim.megatron.trainer import MegatronTrainer, Objective
@@ -32,7 +33,11 @@ def score_and_correct(trainer: MegatronTrainer, batch: RolloutBatch, config: Con
 def optimize(
     trainer: MegatronTrainer, batch: RolloutBatch, samples: list[Sample], sums: MetricSums, config: Config, step: int
 ) -> dict[str, float]:
-    """All optimizer steps on one rollout batch; returns the metrics of the batch, ``sums`` included."""
+    """All optimizer steps on one rollout batch; returns the metrics of the batch, ``sums`` included.
+
+    Raises:
+        UserError: the policy is broken: no step could be applied, or no token had a finite log-prob.
+    """
     grad_norms, skipped = [], 0
     for epoch in range(config.train.epochs):
         seed = (config.run.seed, step, epoch)
@@ -44,7 +49,19 @@ def optimize(
             sums = reduce(add, result.results, sums)
             grad_norms.append(result.grad_norm)
             skipped += not result.applied
-    return summarise(sums) | {names.GRAD_NORM: sum(grad_norms) / len(grad_norms), "skipped_steps": skipped}
+    metrics = summarise(sums)
+    _refuse_broken_policy(metrics, skipped == len(grad_norms), step)
+    return metrics | {names.GRAD_NORM: sum(grad_norms) / len(grad_norms), "skipped_steps": skipped}
+
+
+def _refuse_broken_policy(metrics: dict[str, float], all_skipped: bool, step: int) -> None:
+    tokens, lost = metrics["objective/tokens"], metrics["objective/nonfinite_tokens"]
+    if all_skipped or tokens and lost == tokens:
+        what = "the gradient of every optimizer step was" if all_skipped else "the log-probs of every token were"
+        raise UserError(
+            f"step {step}: {what} NaN or infinite, so the policy has broken; lower optimizer.lr (or look for NaN in the weights),"
+            " and start again from the last good checkpoint of this run, or afresh under another run.name."
+        )
 
 
 def policy_objective(config: Config) -> Objective:

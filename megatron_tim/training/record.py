@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_tim.config import Config, changed_keys, save_config
-from megatron_tim.diagnostics.run_summary import summarise
+from megatron_tim.diagnostics.run_summary import summarise_run
 from megatron_tim.rollout.records import save_trajectories
 from megatron_tim.rollout.trajectory import Trajectory
 from megatron_tim.training import metric_names as names
@@ -94,7 +94,7 @@ class RunRecord:
         # The plotting library takes a second to import, and only here is it needed.
         from megatron_tim.diagnostics.report import write_report
 
-        summary = {"name": self._config.run.name, **summarise(self._directory.metrics())}
+        summary = {"name": self._config.run.name, **summarise_run(self._directory.metrics())}
         self._directory.write_summary(summary)
         write_report(path)
         files = {

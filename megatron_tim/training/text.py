@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,19 +35,10 @@ class TextCodec:
         self._config = config
         self.eos_id = self._eos_id(hf_path / "tokenizer_config.json")
 
-    def prompt(self, problem: Problem) -> list[int]:
-        """The prompt's ids.
-
-        Raises:
-            UserError: it is longer than data.max_prompt_tokens.
-        """
-        ids = self._encode(self._config.prompt_template.replace("{question}", problem.question))
-        if len(ids) > self._config.max_prompt_tokens:
-            raise UserError(
-                f"problem {problem.index} has a prompt of {len(ids)} tokens, more than data.max_prompt_tokens ="
-                f" {self._config.max_prompt_tokens}; raise the limit or drop the problem."
-            )
-        return ids
+    def prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """The ids of each problem's prompt."""
+        texts = [self._config.prompt_template.replace("{question}", problem.question) for problem in problems]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def answer(self, problem: Problem) -> list[int]:
         """The ids of the worked answer, ended by the end-of-sequence token."""
@@ -61,11 +53,14 @@ class TextCodec:
 
     def _eos_id(self, path: Path) -> int:
         try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError) as error:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path} cannot be read: {error}.") from None
-        token = token["content"] if isinstance(token, dict) else token
-        number = self._tokenizer.token_to_id(token) if token else None
+        if not isinstance(config, dict):
+            raise UserError(f"{path} is a JSON {type(config).__name__}; it must be an object with 'eos_token'.")
+        token = config.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        number = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is None:
             raise UserError(f"{path}: eos_token = {token!r} is not in the vocabulary, so no response could end.")
         return number

@@ -53,7 +53,7 @@ def warm_start(
 
 def worked_sample(problem: Problem, codec: TextCodec) -> Sample:
     """A problem with its worked answer as the response."""
-    prompt = codec.prompt(problem)
+    [prompt] = codec.prompts([problem])
     return Sample(torch.tensor(prompt + codec.answer(problem)), len(prompt))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tim.diagnostics.report import write_report
-from megatron_tim.diagnostics.run_summary import findings, summarise, window
+from megatron_tim.diagnostics.run_summary import findings, summarise_run, window
 from megatron_tim.errors import UserError
 from megatron_tim.training import metric_names as names
 from megatron_tim.training.run_directory import RunDirectory
@@ -186,7 +186,7 @@ def test_a_report_is_replaced_whole(tmp_path):
 
 
 def verdict(rows, config=None, complete=True):
-    return {finding.text: finding.kind for finding in findings(summarise(rows), config or {}, complete)}
+    return {finding.text: finding.kind for finding in findings(summarise_run(rows), config or {}, complete)}
 
 
 def steps_with(metric, values):

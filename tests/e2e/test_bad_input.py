@@ -7,6 +7,8 @@ import socket
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 
 def sentence(done):
@@ -65,6 +67,41 @@ def test_garbled_weights_are_named(jobs, tmp_path):
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     done = jobs.run("run.name=garbled", f"model.hf_path={model}", status=2)
     assert "model.safetensors is damaged" in sentence(done)
+
+
+def edit_weights(jobs, folder, change):
+    """A copy of the tests' model whose tensors went through ``change``."""
+    model = folder / "model"
+    shutil.copytree(jobs.folder / "model", model)
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def test_weights_that_are_not_finite_are_named(jobs, tmp_path):
+    model = edit_weights(jobs, tmp_path, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    done = jobs.run("run.name=nan", f"model.hf_path={model}", status=2)
+    assert "model.safetensors: model.norm.weight holds NaN or infinite values" in sentence(done)
+
+
+def test_weights_of_a_larger_model_are_refused(jobs, tmp_path):
+    """More layers in the file than config.json says: not the model that was asked for."""
+    model = edit_weights(jobs, tmp_path, lambda tensors: tensors.update({"model.layers.9.mlp.gate.weight": torch.ones(2)}))
+    done = jobs.run("run.name=surplus", f"model.hf_path={model}", status=2)
+    assert "model.safetensors holds model.layers.9.mlp.gate.weight that the model of its config.json has no place for" in sentence(done)
+
+
+def test_sequences_longer_than_the_model_are_refused(jobs):
+    done = jobs.run("run.name=long", "rollout.max_new_tokens=100000", status=2)
+    assert "more than the model's max_position_embeddings" in sentence(done)
+
+
+def test_a_learning_rate_that_explodes_stops_the_run(jobs, finished_run):
+    recorded = ["rollout.engine=recorded", f"rollout.recorded_dir={jobs.folder / 'whole' / 'rollouts'}"]
+    warm = [f"model.hf_path={jobs.folder / 'whole' / 'hf' / 'warm_start'}", "warm_start.max_steps=0", "run.steps=4"]
+    done = jobs.run("run.name=explodes", *recorded, *warm, "optimizer.lr=1e30", "optimizer.weight_decay=0", status=2)
+    assert "NaN or infinite, so the policy has broken; lower optimizer.lr" in sentence(done)
 
 
 def limit_file_size():

@@ -115,11 +115,14 @@ def test_layout_of_a_model(tmp_path: Path, config: dict[str, object], expected: 
 
 
 def test_layout_refuses_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="config.json does not exist"):
+    with pytest.raises(UserError, match="has no config.json"):
         MoELayout.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         MoELayout.from_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
-    with pytest.raises(UserError, match="without routed experts"):
+    with pytest.raises(UserError, match="without routed experts.*set rollout.record_routes=false"):
+        MoELayout.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": "4"}))
+    with pytest.raises(UserError, match="num_hidden_layers = '4' is refused"):
         MoELayout.from_hf(tmp_path)

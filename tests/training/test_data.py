@@ -14,7 +14,7 @@ GOOD = json.dumps({"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"})
 
 
 def problems(count):
-    return [Problem(f"question {i}", f"#### {i}", str(i), i) for i in range(count)]
+    return [Problem(f"question {i}", f"#### {i}", str(i), i, i + 1) for i in range(count)]
 
 
 def test_load(tmp_path):
@@ -22,8 +22,8 @@ def test_load(tmp_path):
     second = json.dumps({"question": "Wie groß\u2028?", "answer": "#### 1,000", "idx": 7}, ensure_ascii=False)
     path.write_bytes(f"\ufeff{GOOD}\r\n\n{second}".encode())
     assert load_problems(path) == [
-        Problem("2 + 2?", "2 + 2 = 4\n#### 4", "4", 0),
-        Problem("Wie groß\u2028?", "#### 1,000", "1000", 1),
+        Problem("2 + 2?", "2 + 2 = 4\n#### 4", "4", 0, 1),
+        Problem("Wie groß\u2028?", "#### 1,000", "1000", 1, 3),
     ]
 
 
