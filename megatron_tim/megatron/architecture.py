@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_tim.config import ParallelConfig, TrainConfig, describe_problem
 from megatron_tim.errors import UserError
@@ -75,7 +75,7 @@ class _Qwen3MoeKeys(BaseModel):
     num_attention_heads: _Count
     num_key_value_heads: _Count
     head_dim: _Count | None = None
-    num_experts: _Count
+    num_experts: _Count = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))  # transformers 5 writes the second
     num_experts_per_tok: _Count
     moe_intermediate_size: _Count
     intermediate_size: _Count

@@ -39,6 +39,7 @@ def test_values_are_taken_over(tmp_path):
     assert read(tmp_path, head_dim=32, rope_theta="absent", rope_parameters={"rope_theta": 5e5}).head_dim == 32
     assert read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}).rope_theta == 5e5
     assert read(tmp_path, rope_theta="absent").rope_theta == 10000
+    assert read(tmp_path, num_experts="absent", num_local_experts=16).num_experts == 16
 
 
 @pytest.mark.parametrize(
