@@ -5,7 +5,7 @@
 #   tools/mutation.sh megatron_tim/megatron/logprobs.py tests/megatron/test_logprobs.py
 #
 # Works on a copy in build/mutation, prints the survivors and the score, and fails below MIN_SCORE percent.
-# Needs mutmut 3 (pip install mutmut). JOBS mutants run at a time, 2 unless set.
+# Needs mutmut (pip install mutmut==3.8.1). JOBS mutants run at a time, 2 unless set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +15,7 @@ min_score=${MIN_SCORE:-85}
 for path in "$sources" "$tests"; do
     [[ -e $path ]] || { echo "tools/mutation.sh: $path does not exist; give a source and its tests, from the repository's root." >&2; exit 2; }
 done
-command -v mutmut >/dev/null || { echo "tools/mutation.sh: mutmut is not installed; pip install mutmut." >&2; exit 2; }
+command -v mutmut >/dev/null || { echo "tools/mutation.sh: mutmut is not installed; pip install mutmut==3.8.1." >&2; exit 2; }
 [[ -d $sources ]] && pattern="$sources/*" || pattern=$sources
 
 work=build/mutation

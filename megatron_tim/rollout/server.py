@@ -83,7 +83,7 @@ class SGLangServer:
         with writing(log_path):
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log_path.write_bytes(b"")
-        api_key = secrets.token_urlsafe(32)
+        api_key = secrets.token_hex(32)  # a URL-safe one can start with "-", which SGLang reads as the next option
         cuda = _has_cuda()
         spec = Launch(
             argv=launch.server_command(config, model_path, port, seed, cuda),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -73,6 +74,10 @@ def test_the_trainer_ends_while_the_server_starts(
     process.send_signal(number)
     process.wait()
     assert wait_for(lambda: not any(is_alive(member.pid) for member in family), 10)
+
+
+def test_the_key_is_a_word_that_no_command_line_takes_for_an_option(sglang_server: SGLangServer) -> None:
+    assert re.fullmatch("[0-9a-f]{64}", sglang_server.api_key)
 
 
 def test_the_log_has_no_key_and_no_process_shows_it(sglang_server: SGLangServer) -> None:
