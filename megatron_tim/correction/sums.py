@@ -36,11 +36,19 @@ class MetricSums:
             _reduced(self.maxima, torch.distributed.ReduceOp.MAX, group),
         )
 
-    def cpu(self) -> MetricSums:
-        """The same sums in host memory."""
-        return MetricSums(
-            {name: value.cpu() for name, value in self.sums.items()}, {name: value.cpu() for name, value in self.maxima.items()}
-        )
+    def to_tensors(self) -> dict[str, Tensor]:
+        """One flat dictionary, to be sent elsewhere; :meth:`from_tensors` is its inverse."""
+        kinds = {"sums": self.sums, "maxima": self.maxima}
+        return {f"{kind}:{name}": value for kind, values in kinds.items() for name, value in values.items()}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> MetricSums:
+        """The inverse of :meth:`to_tensors`."""
+        kinds: dict[str, dict[str, Tensor]] = {"sums": {}, "maxima": {}}
+        for key, value in tensors.items():
+            kind, name = key.split(":", 1)
+            kinds[kind][name] = value
+        return cls(**kinds)
 
     def to_floats(self) -> dict[str, float]:
         """Sums and maxima by name, in one transfer to the host."""

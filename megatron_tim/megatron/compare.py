@@ -5,11 +5,10 @@ from __future__ import annotations
 import struct
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from megatron_tim.megatron.collective import on_main
+from megatron_tim.megatron.collective import gather_tensors, on_main
 from megatron_tim.megatron.packing import MicroBatch, Sample
 from megatron_tim.megatron.schedule import run_schedule
 from megatron_tim.megatron.trainer import MegatronTrainer
@@ -39,9 +38,8 @@ def _megatron_logits(trainer: MegatronTrainer, samples: list[Sample]) -> dict[in
 
     results = run_schedule(trainer.chunks, trainer.micro_batches(samples), on_logits, forward_only=True)
     speaks = parallel_state.get_tensor_model_parallel_rank() == 0
-    parts: list[list[dict[int, Tensor]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, results if speaks else [])
-    return {index: logits for part in parts for result in part for index, logits in result.items()}
+    mine = {str(index): logits for result in results for index, logits in result.items()} if speaks else {}
+    return {int(index): logits for part in gather_tensors(mine) for index, logits in part.items()}
 
 
 @torch.no_grad()

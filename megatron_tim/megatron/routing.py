@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from megatron_tim.megatron.collective import gather_tensors
 from megatron_tim.megatron.model import unwrap
 from megatron_tim.megatron.packing import MicroBatch, Sample
 
@@ -23,7 +23,7 @@ class RoutingRecorder:
 
     def __init__(self) -> None:
         self._latest: dict[int, Tensor] = {}
-        self._experts: dict[tuple[int, int], np.ndarray] = {}
+        self._experts: dict[str, Tensor] = {}
 
     @contextmanager
     def attached(self, chunks: list[torch.nn.Module]) -> Iterator[RoutingRecorder]:
@@ -41,15 +41,14 @@ class RoutingRecorder:
         for layer, routing_map in self._latest.items():
             experts = _experts_of(routing_map)
             for index, start in zip(batch.indices, batch.row_starts, strict=True):
-                self._experts[index, layer] = experts[start : start + len(samples[index].tokens) - 1]
+                self._experts[_key(index, layer)] = experts[start : start + len(samples[index].tokens) - 1]
         self._latest.clear()
 
     def gathered(self, samples: list[Sample], moe_layers: tuple[int, ...]) -> list[np.ndarray]:
         """For each sample the experts ``[P + R - 1, moe_layers, topk]`` in ascending order; collective."""
-        parts: list[dict] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, self._experts if parallel_state.get_tensor_model_parallel_rank() == 0 else {})
-        experts = {key: value for part in parts for key, value in part.items()}
-        return [np.stack([experts[index, layer] for layer in moe_layers], axis=1) for index in range(len(samples))]
+        mine = self._experts if parallel_state.get_tensor_model_parallel_rank() == 0 else {}
+        experts = {key: value for part in gather_tensors(mine) for key, value in part.items()}
+        return [torch.stack([experts[_key(i, layer)] for layer in moe_layers], dim=1).numpy() for i in range(len(samples))]
 
     def _listener(self, layer: int):
         def listen(router: torch.nn.Module, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -61,7 +60,11 @@ class RoutingRecorder:
         return listen
 
 
-def _experts_of(routing_map: Tensor) -> np.ndarray:
+def _key(index: int, layer: int) -> str:
+    return f"{index}.{layer}"
+
+
+def _experts_of(routing_map: Tensor) -> Tensor:
     """``[tokens, experts]`` bool to ``[tokens, topk]`` expert numbers, ascending."""
     tokens = routing_map.shape[0]
-    return routing_map.nonzero()[:, 1].view(tokens, -1).to(torch.int16).cpu().numpy()
+    return routing_map.nonzero()[:, 1].view(tokens, -1).to(torch.int16).cpu()

@@ -1,7 +1,7 @@
 """The training engine: a Megatron model with its optimizer, scoring samples and stepping on them.
 
 It knows layouts, packing and the schedule. It does not know rewards or corrections: the objective
-comes in as a function of a micro-batch's log-probs.
+comes in as a function of a micro-batch's log-probs, and hands back sums of metrics.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megatron_tim.config import OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_tim.correction.sums import MetricSums
 from megatron_tim.megatron import platform
 from megatron_tim.megatron.architecture import read_architecture, transformer_config
+from megatron_tim.megatron.collective import gather_tensors
 from megatron_tim.megatron.hf_weights import load_hf_weights, save_hf
 from megatron_tim.megatron.logprobs import TokenScores, token_logprobs
 from megatron_tim.megatron.model import build_model, initialize_parallel
@@ -31,8 +35,8 @@ from megatron_tim.megatron.packing import MicroBatch, Sample, pack, plan_micro_b
 from megatron_tim.megatron.routing import RoutingRecorder
 from megatron_tim.megatron.schedule import run_schedule
 
-# (micro-batch, scores of its tokens) -> (sum to minimise, anything that is wanted back).
-Objective = Callable[[MicroBatch, TokenScores], tuple[Tensor, Any]]
+# (micro-batch, scores of its tokens) -> (sum to minimise, sums of its metrics).
+Objective = Callable[[MicroBatch, TokenScores], tuple[Tensor, MetricSums]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: the gradient norm before clipping, whether it was applied, what the objective handed back."""
+    """One optimizer step: the gradient norm before clipping, whether it was applied, the sums of all micro-batches and ranks."""
 
     grad_norm: float
     applied: bool
-    results: list[Any]
+    sums: MetricSums
 
 
 class MegatronTrainer:
@@ -120,12 +124,11 @@ class MegatronTrainer:
         routes = recorder.gathered(samples, self.arch.moe_layers) if recorder else None
         return Scores(logprobs, entropy, is_top > 0, routes)
 
-    def gradients(self, samples: list[Sample], objective: Objective, denominator: float, temperature: float = 1.0) -> list[Any]:
+    def gradients(self, samples: list[Sample], objective: Objective, denominator: float, temperature: float = 1.0) -> MetricSums:
         """Forward and backward: leaves the gradient of (sum of the objective over all ranks) / ``denominator``.
 
         Returns:
-            What the objective handed back for each micro-batch of every data-parallel rank, the same
-            list on every rank.
+            The objective's sums over the micro-batches of all data-parallel ranks, the same on every rank.
         """
         self._set_training(True)
         for chunk in self.chunks:
@@ -138,16 +141,16 @@ class MegatronTrainer:
             return loss_sum / denominator, result
 
         results = run_schedule(self.chunks, self.micro_batches(samples), on_logits, forward_only=False)
-        return _gather_results(results)
+        return _combined(results)
 
     def step(self, samples: list[Sample], objective: Objective, denominator: float, temperature: float = 1.0) -> StepResult:
         """One optimizer step. A non-finite gradient leaves the weights alone and says so (``applied`` False)."""
-        results = self.gradients(samples, objective, denominator, temperature)
+        sums = self.gradients(samples, objective, denominator, temperature)
         finite = self._gradients_are_finite()
         if not finite:
-            return StepResult(float("nan"), False, results)
+            return StepResult(float("nan"), False, sums)
         applied, grad_norm, _ = self.optimizer.step()
-        return StepResult(float(grad_norm or 0.0), bool(applied), results)
+        return StepResult(float(grad_norm or 0.0), bool(applied), sums)
 
     def save_hf(self, target: Path, dtype: torch.dtype | None = None) -> None:
         """Writes the model as a Hugging Face folder (see ``hf_weights.save_hf``)."""
@@ -200,9 +203,8 @@ class MegatronTrainer:
         return bool(finite.item())
 
 
-def _gather_results(results: list[Any]) -> list[Any]:
-    """Results of the last stage's first tensor rank of every data-parallel rank, in rank order, on every rank."""
+def _combined(sums: list[MetricSums]) -> MetricSums:
+    """The sums of the last stage's first tensor rank of every data-parallel rank, added in rank order: the same on every rank."""
     speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-    parts: list[list[Any]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(parts, results if speaks else [])
-    return [result for part in parts for result in part]
+    mine = reduce(add, sums, MetricSums()) if speaks else MetricSums()
+    return reduce(add, map(MetricSums.from_tensors, gather_tensors(mine.to_tensors())))

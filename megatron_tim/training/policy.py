@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import add
-
 from torch import Tensor
 
 from megatron_tim.config import Config
@@ -46,7 +43,7 @@ def optimize(
             # One denominator for the whole optimizer step, fixed before anything is rejected or dropped.
             denominator = max(1, sum(int(sample.fields["mask"].sum()) for sample in chosen))
             result = trainer.step(chosen, policy_objective(config), denominator, config.rollout.temperature)
-            sums = reduce(add, result.results, sums)
+            sums += result.sums
             grad_norms.append(result.grad_norm)
             skipped += not result.applied
     metrics = summarise(sums)
@@ -69,7 +66,7 @@ def policy_objective(config: Config) -> Objective:
 
     def objective(batch: MicroBatch, scores: TokenScores) -> tuple[Tensor, MetricSums]:
         fields = batch.fields
-        loss, sums = token_objective(
+        return token_objective(
             scores.logprobs,
             scores.entropy,
             old_logprobs=fields.get("old_logprobs"),
@@ -80,7 +77,5 @@ def policy_objective(config: Config) -> Objective:
             correction=config.correction,
             loss=config.loss,
         )
-        # On the CPU sums of all ranks add up, whichever GPU they come from.
-        return loss, sums.cpu()
 
     return objective

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_tim.config import OptimizerConfig, WarmStartConfig
+from megatron_tim.correction import MetricSums
 from megatron_tim.errors import UserError
 from megatron_tim.megatron.logprobs import TokenScores
 from megatron_tim.megatron.packing import MicroBatch, Sample
@@ -38,7 +39,7 @@ def warm_start(
         step += 1
         samples = [worked_sample(problem, task.codec) for problem in sampler.batch(step)]
         tokens = sum(sample.response_length for sample in samples)
-        loss = sum(trainer.step(samples, negative_log_likelihood, tokens).results) / tokens
+        loss = trainer.step(samples, negative_log_likelihood, tokens).sums.to_floats()["nll"] / tokens
         if step % config.check_every == 0 or step == config.max_steps:
             expected = expected_reward(trainer, held_out)
             console.progress(f"warm start: step {step}, loss {loss:.3f}, expected reward {expected:.3f}")
@@ -57,10 +58,10 @@ def worked_sample(problem: Problem, codec: TextCodec) -> Sample:
     return Sample(torch.tensor(prompt + codec.answer(problem)), len(prompt))
 
 
-def negative_log_likelihood(batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, float]:
+def negative_log_likelihood(batch: MicroBatch, scores: TokenScores) -> tuple[torch.Tensor, MetricSums]:
     """The supervised objective, a sum over tokens."""
     loss = -scores.logprobs.sum()
-    return loss, float(loss.detach())
+    return loss, MetricSums({"nll": loss.detach().double()})
 
 
 def expected_reward(trainer: MegatronTrainer, examples: list[Sample]) -> float:

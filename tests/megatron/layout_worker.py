@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tim.config import OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_tim.correction import MetricSums
+from megatron_tim.megatron.collective import gather_tensors
 from megatron_tim.megatron.hf_weights import hf_tensors
 from megatron_tim.megatron.packing import Sample
 from megatron_tim.megatron.trainer import MegatronTrainer
@@ -30,16 +32,15 @@ def parse(layout: str) -> tuple[ParallelConfig, TrainConfig]:
 def objective(batch, scores):
     """A sum over tokens in which every sequence and token counts differently."""
     loss = -(batch.fields["advantages"] * scores.logprobs).sum() - 0.1 * scores.entropy.sum()
-    return loss, float(loss.detach())
+    return loss, MetricSums({"loss": loss.detach().double()})
 
 
 def facts(trainer: MegatronTrainer, samples: list[Sample], out: Path) -> dict:
     scores = trainer.score(samples, TEMPERATURE, record_routes=True)
     tokens = sum(s.response_length for s in samples)
-    loss = sum(trainer.gradients(samples, objective, tokens, TEMPERATURE))
+    loss = trainer.gradients(samples, objective, tokens, TEMPERATURE).to_floats()["loss"]
     mine = {name: grad.clone() for name, grad in hf_tensors(trainer.chunks, trainer.arch, of=lambda p: p.main_grad)}
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    parts = gather_tensors(mine)
     trainer.save_hf(out)
     trainer.new_optimizer(OptimizerConfig(lr=1e-3, clip_grad=0.5))
     step = trainer.step(samples, objective, tokens, TEMPERATURE)

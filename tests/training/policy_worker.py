@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_tim.config import Config
 from megatron_tim.correction import summarise
+from megatron_tim.megatron.collective import gather_tensors
 from megatron_tim.megatron.hf_weights import hf_tensors
 from megatron_tim.megatron.packing import Sample
 from megatron_tim.megatron.trainer import MegatronTrainer
@@ -44,12 +45,8 @@ def main() -> None:
         ]
         trainer = MegatronTrainer(Path(hf_path), config.parallel, config.train, seed=1)
         denominator = sum(int(s.fields["mask"].sum()) for s in samples)
-        results = trainer.gradients(samples, policy_objective(config), denominator)
-        sums = results[0]
-        for result in results[1:]:
-            sums += result
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, {n: g.clone() for n, g in hf_tensors(trainer.chunks, trainer.arch, of=lambda p: p.main_grad)})
+        sums = trainer.gradients(samples, policy_objective(config), denominator)
+        parts = gather_tensors({n: g.clone() for n, g in hf_tensors(trainer.chunks, trainer.arch, of=lambda p: p.main_grad)})
         facts = {
             "micro_batches": len(trainer.micro_batches(samples)),
             "metrics": summarise(sums),
