@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from megatron_tim.correction import CorrectionConfig, LossConfig, Settings, check_combination
+from megatron_tim.correction import AdvantageConfig, CorrectionConfig, LossConfig, Settings, check_combination
 from megatron_tim.errors import UserError, writing
 
 
@@ -163,12 +163,6 @@ class OptimizerConfig(Settings):
     clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 does not clip.")
 
 
-class AdvantageConfig(Settings):
-    method: Literal["group_mean", "group_mean_std"] = Field(
-        "group_mean_std", description="Reward minus its group's mean, divided by the group's std or not."
-    )
-
-
 class WarmStartConfig(Settings):
     """Supervised steps before RL, for a model that cannot solve anything yet."""
 
@@ -216,6 +210,21 @@ class Config(Settings):
     @model_validator(mode="after")
     def _correction_fits_loss(self) -> Config:
         check_combination(self.correction, self.loss)
+        if self.correction.mode == "bypass":
+            for key, given in {
+                "loss.shrink_after_rejection = true": self.loss.shrink_after_rejection,
+                "advantage.rejected = 'excluded'": self.advantage.rejected == "excluded",
+            }.items():
+                if given:
+                    raise ValueError(
+                        f"{key} needs correction.mode = 'recompute': in bypass mode tokens are rejected in each micro-batch, after the"
+                        " denominator and the advantages are fixed"
+                    )
+        if self.loss.kl_coeff > 0:
+            raise ValueError(
+                f"loss.kl_coeff = {self.loss.kl_coeff:g} needs the log-probs of a reference policy, which the trainer does not hold yet;"
+                " set loss.kl_coeff=0 (token_objective takes reference_logprobs in a trainer of your own)"
+            )
         return self
 
     @model_validator(mode="after")

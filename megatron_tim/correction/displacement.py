@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Losses and metrics hold ratios below exp(20) = 4.9e8, verl's bound, so that a single absurd token cannot turn a
+# Every ratio is held at exp(20) = 4.9e8, verl's bound, so that a single absurd token cannot turn a weight or a
 # sum into inf. Downwards a ratio ends at 0 by itself.
 LOG_RATIO_BOUND = 20.0
 
 
 def mismatch_ratio(train_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """k = p / q = exp(logp_train - logp_rollout), the only definition of the ratio in the package.
+    """k = p / q = exp(logp_train - logp_rollout), at most exp(20).
 
     Args:
         train_logprobs: any shape, floating point: log p under the training engine.
         rollout_logprobs: same shape: log q as the rollout engine recorded it.
     """
-    return torch.exp(train_logprobs - rollout_logprobs)
+    return bounded_ratio(train_logprobs, rollout_logprobs)
 
 
 def bounded_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -45,5 +45,11 @@ def displacement(train_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     Equal log-probs give exactly 0, also where both engines rounded to p = 1 or p = 0; otherwise a
     probability of exactly 1 or 0 on one side gives an infinite eps.
     """
-    eps = log_odds(train_logprobs) - log_odds(rollout_logprobs)
-    return torch.where(train_logprobs == rollout_logprobs, torch.zeros_like(eps), eps)
+    log_ratio = torch.where(train_logprobs == rollout_logprobs, 0, train_logprobs - rollout_logprobs)
+    return log_displacement(log_ratio, one_minus_p(train_logprobs), one_minus_p(rollout_logprobs))
+
+
+def log_displacement(log_ratio: Tensor, train_room: Tensor, rollout_room: Tensor) -> Tensor:
+    """eps = log k + log((1 - q) / (1 - p)): :func:`displacement` from quantities at hand."""
+    # Equal rooms, 0 and 0 among them, add nothing.
+    return torch.where(train_room == rollout_room, log_ratio, log_ratio + torch.log(rollout_room / train_room))

@@ -1,94 +1,85 @@
 """What a correction did and how large the mismatch was, under verl's names where the quantity is verl's.
 
 The metrics (prefix ``rollout_corr/``; k is the mismatch ratio of a token, C is ``cap``; a token counts when it is
-in the mask and both its log-probs are finite):
+in the mask and both its log-probs are finite, whether or not a rule rejects it):
 
 - ``rollout_is_mean|min|max``: k before any truncation. ``rollout_is_std``, ``rollout_is_eff_sample_size``
   (E[w]^2 / E[w^2], at most 1): k clipped to [1/C, C], as verl forms them. ``rollout_is_ratio_fraction_high|low``:
   share of tokens with k above C, below 1/C.
-- ``weight_mean|std|min|max|eff_sample_size``: the weights that were applied. ``capped_share``: share of tokens whose weight is
-  below k.
+- ``weight_mean|std|min|max|eff_sample_size``: the weights, before rejection. ``capped_share``: share of tokens whose token
+  weight is below k; ``zero_weight_share``: whose weight is 0. With a sequence weight ``sequence_weight_mean|min|max`` and
+  ``sequence_capped_share``, over sequences.
+- ``rollout_rs_masked_fraction``, ``rollout_rs_seq_masked_fraction``: share of tokens that the rules reject, and of sequences
+  that lose any; ``rollout_rs_STATISTIC_LEVEL_masked_fraction``: the tokens that one rule rejects.
 - ``kl``, ``k3_kl``: mean of -log k and of k - 1 - log k, both estimates of KL(rollout || train). ``chi2_token``: E[k^2] - 1.
 - ``training_ppl``, ``rollout_ppl``, ``ppl_ratio``, ``training_log_ppl``, ``rollout_log_ppl``, ``log_ppl_diff``, ``log_ppl_abs_diff``,
   ``log_ppl_diff_max|min``, ``chi2_seq``: means over sequences of their own perplexities, log-perplexities and prod k^2 - 1.
+- ``bias``, ``abs_bias``, ``variance`` ...: see :mod:`megatron_tim.correction.bias`; the same of exact correction under ``exact/``.
 - ``tokens``, ``sequences``, ``nonfinite_tokens``, ``nonfinite_share``: what there was, and what was dropped.
 
+Each shadow method NAME has its weight, rejection and bias metrics under ``shadow/NAME/``. The displacement has its own,
+:mod:`megatron_tim.correction.displacement_metrics`, and so has the choice of lam, :mod:`megatron_tim.correction.lam`.
 Without any token every metric is 0.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_tim.correction.bias import EXACT, bias_metrics
 from megatron_tim.correction.displacement import LOG_RATIO_BOUND
+from megatron_tim.correction.displacement_metrics import displacement_metrics
+from megatron_tim.correction.lam import lam_metrics
 from megatron_tim.correction.objective_metrics import summarise_objective
-from megatron_tim.correction.sequences import sequence_sum
 from megatron_tim.correction.sums import MetricSums, largest, mean, total
+from megatron_tim.correction.tokens import TokenBatch
 
+if TYPE_CHECKING:
+    from megatron_tim.correction.weigh import Weighing
+
+ACTIVE = "correction/"
+SHADOW = "shadow/"
 # A perplexity above exp(88) overflows float32, so verl's would be inf; here it stays finite for the sum's sake.
 LOG_PERPLEXITY_BOUND = 88.0
 
 
-def token_sums(
-    train_logprobs: Tensor, rollout_logprobs: Tensor, weights: Tensor, capped: Tensor, mask: Tensor, valid: Tensor, cap: float
-) -> MetricSums:
-    """Sums over tokens that :func:`correction_metrics` turns into metrics.
+def token_sums(tokens: TokenBatch, cap: float) -> MetricSums:
+    """Sums over tokens that do not depend on the method.
 
     Args:
-        train_logprobs, rollout_logprobs, weights: floating point, one shape.
-        capped: bool, the valid tokens whose weight is below k.
-        mask: bool, the sampled tokens.
-        valid: bool, ``mask`` where both log-probs are finite.
+        tokens: the batch.
         cap: C of the metrics that verl forms with its threshold.
     """
-    # Invalid tokens get log k = 0 and weight 1 and drop out of every sum of a difference from 1. Such
-    # differences also keep the digits that E[k^2] - E[k]^2 would cancel when k is close to 1.
-    log_ratio = torch.where(valid, train_logprobs.double() - rollout_logprobs.double(), 0)
-    bounded = log_ratio.clamp(max=LOG_RATIO_BOUND)
-    excess = torch.expm1(bounded)
+    # Sums of k - 1 keep the digits that E[k^2] - E[k]^2 would cancel when k is close to 1; invalid tokens add 0 to them.
+    excess = tokens.excess
     low, high = sorted((1 / cap, cap))
     clipped = excess.clamp(low - 1, high - 1)
-    weight_excess = torch.where(valid, weights.double() - 1, 0)
     sums = {
-        "tokens": mask,
-        "nonfinite": mask & ~valid,
+        "tokens": tokens.mask,
+        "nonfinite": tokens.mask & ~tokens.valid,
         "ratio_excess": excess,
         "clipped_excess": clipped,
         "clipped_excess_squared": clipped.square(),
-        "chi2_token": torch.expm1(2 * bounded),
+        "chi2_token": excess * (excess + 2),
         "ratio_high": excess > high - 1,
         "ratio_low": excess < low - 1,
-        "weight_excess": weight_excess,
-        "weight_excess_squared": weight_excess.square(),
-        "capped": capped,
-        "kl": -log_ratio,
-        "k3_kl": excess - log_ratio,
+        "kl": -tokens.log_ratio,
+        "k3_kl": excess - tokens.log_ratio,
     }
-    maxima = {
-        "ratio_max": largest(excess, valid),
-        "ratio_minus_min": largest(-excess, valid),
-        "weight_max": largest(weights, valid),
-        "weight_minus_min": largest(-weights, valid),
-    }
-    return MetricSums(_named({name: total(values) for name, values in sums.items()}), _named(maxima))
+    maxima = {"ratio_max": largest(excess, tokens.valid), "ratio_minus_min": largest(-excess, tokens.valid)}
+    return MetricSums({name: total(values) for name, values in sums.items()}, maxima).with_prefix(ACTIVE)
 
 
-def sequence_sums(train_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tensor, cu_seqlens: Tensor | None) -> MetricSums:
-    """Sums over sequences that :func:`correction_metrics` turns into metrics; needs whole sequences.
-
-    Args:
-        train_logprobs, rollout_logprobs: floating point, ``[B, T]`` or ``[T]``.
-        valid: bool, the tokens that count; a sequence without any does not count.
-        cu_seqlens: None, or ``[N + 1]`` for packed ``[T]``.
-    """
-    length = sequence_sum(valid, cu_seqlens)
+def sequence_sums(tokens: TokenBatch) -> MetricSums:
+    """Sums over sequences that do not depend on the method; a sequence without valid tokens does not count."""
+    length = tokens.length
     present = length > 0
-    train = -sequence_sum(torch.where(valid, train_logprobs.double(), 0), cu_seqlens) / length.clamp(min=1)
-    rollout = -sequence_sum(torch.where(valid, rollout_logprobs.double(), 0), cu_seqlens) / length.clamp(min=1)
-    log_ratio = (length * (rollout - train)).clamp(max=LOG_RATIO_BOUND)
+    train, rollout = (-tokens.sequence_sum(values) / length.clamp(min=1) for values in (tokens.train, tokens.rollout))
+    log_product = tokens.sequence_sum(tokens.log_ratio).clamp(max=LOG_RATIO_BOUND)
     sums = {
         "sequences": present,
         "training_ppl": torch.where(present, _perplexity(train), 0),
@@ -98,25 +89,54 @@ def sequence_sums(train_logprobs: Tensor, rollout_logprobs: Tensor, valid: Tenso
         "rollout_log_ppl": rollout,
         "log_ppl_diff": train - rollout,
         "log_ppl_abs_diff": (train - rollout).abs(),
-        "chi2_seq": torch.expm1(2 * log_ratio),
+        "chi2_seq": torch.expm1(2 * log_product),
     }
     maxima = {
         "log_ppl_diff_max": largest(train - rollout, present),
         "log_ppl_diff_minus_min": largest(rollout - train, present),
     }
-    return MetricSums(_named({name: total(values) for name, values in sums.items()}), _named(maxima))
+    return MetricSums({name: total(values) for name, values in sums.items()}, maxima).with_prefix(ACTIVE)
+
+
+def weight_sums(tokens: TokenBatch, weighing: Weighing) -> MetricSums:
+    """Sums of what a method does, without a prefix."""
+    weights, valid = weighing.weights, tokens.valid
+    excess = torch.where(valid, weights - 1, 0)
+    sums = {
+        "valid": valid,
+        "weight_excess": excess,
+        "weight_excess_squared": excess.square(),
+        "capped": weighing.capped,
+        "zero_weight": valid & (weights == 0),
+    }
+    maxima = {"weight_max": largest(weights, valid), "weight_minus_min": largest(-weights, valid)}
+    if weighing.by_rule:
+        sums |= {f"rejected/{name}": rejected for name, rejected in weighing.by_rule.items()}
+        sums |= {"rejected": valid & ~weighing.keep, "present": tokens.length > 0}
+        sums["rejected_sequences"] = tokens.sequence_sum(valid & ~weighing.keep) > 0
+    if weighing.sequence_weights is not None:
+        present = tokens.length > 0
+        sums |= {"present": present, "sequence_capped": present & weighing.sequence_capped}
+        sums["sequence_weight"] = torch.where(present, weighing.sequence_weights, 0)
+        maxima["sequence_weight_max"] = largest(weighing.sequence_weights, present)
+        maxima["sequence_weight_minus_min"] = largest(-weighing.sequence_weights, present)
+    return MetricSums({name: total(values) for name, values in sums.items()}, maxima)
 
 
 def correction_metrics(sums: MetricSums) -> dict[str, float]:
-    """The metrics listed at the top of this file; those of sequences only where their sums are present."""
-    prefix = "correction/"
-    value = {name.removeprefix(prefix): number for name, number in sums.to_floats().items() if name.startswith(prefix)}
-    if not value:
+    """The metrics listed at the top of this file, as far as ``sums`` holds theirs."""
+    active = sums.below(ACTIVE)
+    if "tokens" not in active.sums:
         return {}
-    metrics = _token_metrics(value)
-    if "sequences" in value:
-        metrics |= _sequence_metrics(value)
-    return {f"rollout_corr/{name}": number for name, number in metrics.items()}
+    value = active.to_floats()
+    metrics = _token_metrics(value) | _weight_metrics(value) | _sequence_metrics(value) | bias_metrics(active)
+    metrics |= {f"exact/{name}": number for name, number in bias_metrics(sums.below(EXACT)).items()}
+    metrics = {f"rollout_corr/{name}": number for name, number in metrics.items()}
+    for name in _shadow_names(sums):
+        shadow = sums.below(f"{SHADOW}{name}/")
+        found = _weight_metrics(shadow.to_floats()) | bias_metrics(shadow)
+        metrics |= {f"{SHADOW}{name}/{key}": number for key, number in found.items()}
+    return metrics | displacement_metrics(sums) | lam_metrics(sums)
 
 
 def summarise(sums: MetricSums) -> dict[str, float]:
@@ -126,6 +146,10 @@ def summarise(sums: MetricSums) -> dict[str, float]:
         sums: of :func:`correct` and :func:`token_objective`, added over micro-batches and all-reduced over ranks.
     """
     return correction_metrics(sums) | summarise_objective(sums)
+
+
+def _shadow_names(sums: MetricSums) -> list[str]:
+    return sorted({name.split("/")[1] for name in sums.sums if name.startswith(SHADOW)})
 
 
 def _token_metrics(value: dict[str, float]) -> dict[str, float]:
@@ -142,16 +166,35 @@ def _token_metrics(value: dict[str, float]) -> dict[str, float]:
         "rollout_is_eff_sample_size": _effective_share(value["clipped_excess"], value["clipped_excess_squared"], count),
         "rollout_is_ratio_fraction_high": mean(value["ratio_high"], count),
         "rollout_is_ratio_fraction_low": mean(value["ratio_low"], count),
-        "weight_mean": some + mean(value["weight_excess"], count),
+        "kl": mean(value["kl"], count),
+        "k3_kl": mean(value["k3_kl"], count),
+        "chi2_token": mean(value["chi2_token"], count),
+    }
+
+
+def _weight_metrics(value: dict[str, float]) -> dict[str, float]:
+    count = value["valid"]
+    metrics = {
+        "weight_mean": (1.0 if count else 0.0) + mean(value["weight_excess"], count),
         "weight_min": -value["weight_minus_min"] if count else 0.0,
         "weight_max": value["weight_max"] if count else 0.0,
         "weight_std": _std(value["weight_excess"], value["weight_excess_squared"], count),
         "weight_eff_sample_size": _effective_share(value["weight_excess"], value["weight_excess_squared"], count),
         "capped_share": mean(value["capped"], count),
-        "kl": mean(value["kl"], count),
-        "k3_kl": mean(value["k3_kl"], count),
-        "chi2_token": mean(value["chi2_token"], count),
+        "zero_weight_share": mean(value["zero_weight"], count),
     }
+    if "rejected" in value:
+        metrics["rollout_rs_masked_fraction"] = mean(value["rejected"], count)
+        metrics["rollout_rs_seq_masked_fraction"] = mean(value["rejected_sequences"], value["present"])
+        rules = [name.removeprefix("rejected/") for name in value if name.startswith("rejected/")]
+        metrics |= {f"rollout_rs_{rule}_masked_fraction": mean(value[f"rejected/{rule}"], count) for rule in rules}
+    if "sequence_weight" in value:
+        present = value["present"]
+        metrics["sequence_weight_mean"] = mean(value["sequence_weight"], present)
+        metrics["sequence_weight_min"] = -value["sequence_weight_minus_min"] if present else 0.0
+        metrics["sequence_weight_max"] = value["sequence_weight_max"] if present else 0.0
+        metrics["sequence_capped_share"] = mean(value["sequence_capped"], present)
+    return metrics
 
 
 def _sequence_metrics(value: dict[str, float]) -> dict[str, float]:
@@ -166,10 +209,6 @@ def _sequence_metrics(value: dict[str, float]) -> dict[str, float]:
         "log_ppl_diff_max": value["log_ppl_diff_max"] if count else 0.0,
         "log_ppl_diff_min": -value["log_ppl_diff_minus_min"] if count else 0.0,
     }
-
-
-def _named(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"correction/{name}": value for name, value in values.items()}
 
 
 def _perplexity(log_perplexity: Tensor) -> Tensor:

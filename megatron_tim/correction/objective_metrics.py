@@ -3,15 +3,16 @@
 For each form of the ratio, ``recompute`` (r = pi_theta / pi_old) and ``bypass`` (r = pi_theta / pi_rollout), the metrics
 under ``objective/FORM/`` are:
 
-- ``contribution_positive``, ``contribution_negative``: mean of C(r) = -(r - 1) A over the tokens with A > 0 and with A < 0. A
-  mismatch shows as a skew that depends on the sign.
+- ``contribution_positive``, ``contribution_negative``: mean of C(r) = -(r - 1) A over the tokens with A > 0 and with A < 0, and
+  their quantiles ``.../q05``, ``.../median``, ``.../q95``, to within 10 %. A mismatch shows as a skew that depends on the sign.
 - ``k1``, ``k3``: mean of -log r and of r - 1 - log r. Before a collapse the recompute form stays flat while the bypass form
   rises (VeXact, arXiv 2605.14220): both are needed.
 
 The recompute form needs old_logprobs and is absent in bypass mode. Of the loss: ``actor/pg_loss`` and ``actor/entropy`` (verl's
-names; means over the mask), ``actor/ppo_kl`` (verl's; k1 of the ratio that the loss uses), and for ppo ``actor/pg_clipfrac``
-(verl's) with its parts ``objective/clip_high`` and ``objective/clip_low``. ``objective/tokens``, ``objective/nonfinite_tokens``
-count what there was and what was dropped.
+names; sums with the loss's coefficients, over the mask's tokens), ``actor/kl_loss`` likewise, ``actor/ppo_kl`` (verl's; k1 of the
+ratio to pi_old, in bypass mode to pi_rollout), and for a loss that clips ``actor/pg_clipfrac`` (verl's) with its parts
+``objective/clip_high`` and ``objective/clip_low``, and ``actor/pg_clipfrac_lower`` (verl's; the dual clip). ``objective/tokens``,
+``objective/nonfinite_tokens`` count what there was and what was dropped.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_tim.correction.config import LossConfig
 from megatron_tim.correction.displacement import LOG_RATIO_BOUND
+from megatron_tim.correction.loss_config import LossConfig
 from megatron_tim.correction.losses import policy_loss
+from megatron_tim.correction.sketch import CONTRIBUTION_EDGES, histogram, quantile
 from megatron_tim.correction.sums import MetricSums, mean, total
-from megatron_tim.correction.validation import check_token_tensors, finite_tokens
+from megatron_tim.correction.validation import check_layout, check_token_tensors, finite_tokens
 
 PREFIX = "objective/"
 
@@ -35,6 +37,7 @@ def objective_metrics(
     advantages: Tensor,
     mask: Tensor,
     loss: LossConfig | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> dict[str, float]:
     """C(r) by the sign of A, K1 and K3 in recompute and bypass form, and how often ``loss`` clips.
 
@@ -45,6 +48,7 @@ def objective_metrics(
         advantages: same shape.
         mask: bool, same shape. Tokens with a non-finite log-prob are dropped and counted.
         loss: the policy loss whose clip fractions are wanted.
+        cu_seqlens: ``[N + 1]``, the sequences of a packed ``[T]``, which gspo needs.
 
     Raises:
         ValueError: a wrong shape, dtype or device; names the argument and the value.
@@ -53,6 +57,8 @@ def objective_metrics(
     old_given = {} if bypass else {"old_logprobs": old_logprobs}
     given = {"rollout_logprobs": rollout_logprobs, "advantages": advantages, **old_given}
     check_token_tensors("current_logprobs", current_logprobs=current_logprobs, mask=mask, **given)
+    if loss is not None and loss.name == "gspo":
+        check_layout("current_logprobs", current_logprobs, cu_seqlens)
     valid = finite_tokens(mask, current_logprobs, rollout_logprobs, *old_given.values())
     current, rollout, advantages = (
         torch.where(valid, values.detach().double(), 0) for values in (current_logprobs, rollout_logprobs, advantages)
@@ -60,7 +66,8 @@ def objective_metrics(
     old = None if bypass else torch.where(valid, old_logprobs.detach().double(), 0)
     flags = {}
     if loss is not None:
-        _, flags = policy_loss(current, rollout if bypass else old, advantages, torch.ones_like(current), loss)
+        base, ones = rollout if bypass else old, torch.ones_like(current)
+        _, flags = policy_loss(current, base, advantages, ones, loss, valid=valid, cu_seqlens=cu_seqlens)
     return summarise_objective(objective_sums(current, old, rollout, advantages, mask, valid, flags))
 
 
@@ -77,6 +84,7 @@ def objective_sums(
     positive, negative = advantages > 0, advantages < 0
     sums = {"tokens": mask, "nonfinite": mask & ~valid, "positive": positive, "negative": negative}
     sums |= {name: valid & flag for name, flag in flags.items()}
+    tables = {}
     for form, reference in {"recompute": old_logprobs, "bypass": rollout_logprobs}.items():
         if reference is not None:
             log_ratio = logprobs.double() - reference.double()
@@ -88,7 +96,9 @@ def objective_sums(
                 f"{form}/k1": -log_ratio,
                 f"{form}/k3": excess - log_ratio,
             }
-    return MetricSums({PREFIX + name: total(values) for name, values in sums.items()})
+            for sign, chosen in {"positive": positive, "negative": negative}.items():
+                tables[f"{form}/contribution_{sign}"] = histogram(contribution.double(), CONTRIBUTION_EDGES, chosen)
+    return MetricSums({name: total(values) for name, values in sums.items()}, {}, tables).with_prefix(PREFIX)
 
 
 def summarise_objective(sums: MetricSums) -> dict[str, float]:
@@ -101,7 +111,11 @@ def summarise_objective(sums: MetricSums) -> dict[str, float]:
     metrics = {f"{PREFIX}tokens": value["tokens"], f"{PREFIX}nonfinite_tokens": value["nonfinite"]}
     for form in forms:
         for sign in ("positive", "negative"):
-            metrics[f"{PREFIX}{form}/contribution_{sign}"] = mean(value[f"{form}/contribution_{sign}"], value[sign])
+            name = f"{PREFIX}{form}/contribution_{sign}"
+            metrics[name] = mean(value[f"{form}/contribution_{sign}"], value[sign])
+            counts = sums.tables[name].cpu().numpy()
+            for label, share in {"q05": 0.05, "median": 0.5, "q95": 0.95}.items():
+                metrics[f"{name}/{label}"] = quantile(counts, CONTRIBUTION_EDGES, share)
         for estimate in ("k1", "k3"):
             metrics[f"{PREFIX}{form}/{estimate}"] = mean(value[f"{form}/{estimate}"], count)
     metrics["actor/ppo_kl"] = metrics[f"{PREFIX}{forms[0]}/k1"]
@@ -109,7 +123,9 @@ def summarise_objective(sums: MetricSums) -> dict[str, float]:
         for side in ("clip_high", "clip_low"):
             metrics[PREFIX + side] = mean(value[side], count)
         metrics["actor/pg_clipfrac"] = mean(value["clip_high"] + value["clip_low"], count)
-    for name in ("pg_loss", "entropy"):
+    if "dual_clip" in value:
+        metrics["actor/pg_clipfrac_lower"] = mean(value["dual_clip"], count)
+    for name in ("pg_loss", "kl_loss", "entropy"):
         if name in value:
             metrics[f"actor/{name}"] = mean(value[name], value["tokens"])
     return metrics

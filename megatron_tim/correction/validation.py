@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -41,25 +42,41 @@ def check_token_tensors(like: str, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}; it must be on the device of {like}, {model.device}.")
 
 
-def check_layout(train_logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_layout(name: str, logprobs: Tensor, cu_seqlens: Tensor | None) -> None:
     """Requires padded ``[B, T]`` without ``cu_seqlens``, or packed ``[T]`` with offsets that fit it.
 
     Raises:
         ValueError: names the argument and the value.
     """
-    shape = tuple(train_logprobs.shape)
+    shape = tuple(logprobs.shape)
     if cu_seqlens is None:
-        if train_logprobs.dim() != 2:
-            raise ValueError(f"train_logprobs has shape {shape}; without cu_seqlens it must be padded, [B, T].")
+        if logprobs.dim() != 2:
+            raise ValueError(f"{name} has shape {shape}; without cu_seqlens it must be padded, [B, T].")
         return
-    if train_logprobs.dim() != 1:
-        raise ValueError(f"train_logprobs has shape {shape}; with cu_seqlens it must be packed, [T].")
+    if logprobs.dim() != 1:
+        raise ValueError(f"{name} has shape {shape}; with cu_seqlens it must be packed, [T].")
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         kind = f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens is {kind}; it must be an int32 or int64 tensor of shape [N + 1].")
-    if cu_seqlens.device != train_logprobs.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; it must be on the device of train_logprobs, {train_logprobs.device}.")
+    if cu_seqlens.device != logprobs.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; it must be on the device of {name}, {logprobs.device}.")
     _check_offsets(cu_seqlens.tolist(), shape[0])
+
+
+def check_temperatures(train_temperature: float, rollout_temperature: float) -> None:
+    """Requires the log-probs of both engines to be of one temperature.
+
+    Raises:
+        ValueError: names the argument and the value.
+    """
+    for name, temperature in {"train_temperature": train_temperature, "rollout_temperature": rollout_temperature}.items():
+        if not (0 < temperature < math.inf):
+            raise ValueError(f"{name} = {temperature} has no log-probs to correct with; it must be above 0 and finite.")
+    if train_temperature != rollout_temperature:
+        raise ValueError(
+            f"rollout_temperature = {rollout_temperature} differs from train_temperature = {train_temperature}: a log-prob cannot be"
+            " moved to another temperature, only logits can; record the log-probs after temperature, and score with the same one."
+        )
 
 
 def _check_offsets(offsets: list[int], tokens: int) -> None:

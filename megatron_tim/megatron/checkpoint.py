@@ -29,14 +29,20 @@ _NAME = re.compile(r"step_(\d{6,})")
 _STATE = "state.json"
 
 
-def save_checkpoint(trainer: MegatronTrainer, folder: Path, step: int, keep: int) -> Path:
-    """Saves weights, optimizer and ``step`` as ``folder/step_N`` and deletes all but the newest ``keep``. Collective.
+def save_checkpoint(trainer: MegatronTrainer, folder: Path, state: dict[str, Any], keep: int) -> Path:
+    """Saves weights, optimizer and ``state`` as ``folder/step_N`` and deletes all but the newest ``keep``. Collective.
+
+    Args:
+        trainer: whose weights and optimizer are saved.
+        folder: that holds the checkpoints.
+        state: of the run itself, as JSON can hold it; ``step`` is N.
+        keep: how many checkpoints stay.
 
     Raises:
         UserError: the folder cannot be written; earlier checkpoints are untouched.
     """
-    target = folder / f"step_{step:06d}"
-    save_weights(trainer, target, {"step": step})
+    target = folder / f"step_{state['step']:06d}"
+    save_weights(trainer, target, state)
     if is_main():
         _prune(folder, keep)
     return target

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tim.config import Config
+from megatron_tim.correction import AutoLam
 from megatron_tim.errors import UserError
 from megatron_tim.evaluation.greedy import exact_match_share
 from megatron_tim.megatron.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -36,7 +37,8 @@ def train(config: Config) -> None:
     _refuse_long_sequences(task, trainer, config)
     with RunRecord(config, is_main()) as record, _source(config, task, trainer.arch.vocab_size) as source:
         on_main(source.check)
-        done = _restore_or_warm_start(trainer, task, config, record)
+        auto_lam = AutoLam(config.correction.auto_lam) if config.correction.lam == "auto" else None
+        done = _restore_or_warm_start(trainer, task, config, record, auto_lam)
         if done and done >= config.run.steps:
             record.console.say("Every step is done; raise run.steps to go on, or choose another run.name.")
             record.finish()
@@ -51,16 +53,20 @@ def train(config: Config) -> None:
                     record.trajectories(step, trajectories)
                     metrics.add(rollout_metrics(trajectories))
                 with metrics.phase("score"):
-                    batch = RolloutBatch.from_trajectories(trajectories, config.advantage)
-                    samples, sums = score_and_correct(trainer, batch, config)
+                    correction = auto_lam.resolve(config.correction) if auto_lam else config.correction
+                    batch = score_and_correct(trainer, RolloutBatch.from_trajectories(trajectories), config, correction)
                 with metrics.phase("train"):
-                    metrics.add(optimize(trainer, batch, samples, sums, config, step))
+                    metrics.add(optimize(trainer, batch, [t.group for t in trajectories], config, step))
+                if auto_lam:
+                    metrics.add({names.LAM: auto_lam.lam})
+                    auto_lam.update(batch.sums)
                 with metrics.phase("sync"):
                     _send_weights(trainer, source, config, step)
                 if source.samples_live and _evaluation_is_due(config, step):
                     metrics.add({names.EXACT_MATCH: _evaluate(source, task, config)})
             if step % config.run.save_every == 0 or step == config.run.steps:
-                save_checkpoint(trainer, _checkpoints(config), step, config.run.keep_checkpoints)
+                state = {"step": step} | ({"auto_lam": auto_lam.state_dict()} if auto_lam else {})
+                save_checkpoint(trainer, _checkpoints(config), state, config.run.keep_checkpoints)
         trainer.save_hf(config.run.path / "hf" / "final")
         record.finish()
 
@@ -81,7 +87,7 @@ def _source(config: Config, task: Task, vocab_size: int) -> RolloutSource:
     return SGLangSource(config.rollout, task.codec.eos_id, config.run.path / "sglang.log")
 
 
-def _restore_or_warm_start(trainer: MegatronTrainer, task: Task, config: Config, record: RunRecord) -> int:
+def _restore_or_warm_start(trainer: MegatronTrainer, task: Task, config: Config, record: RunRecord, auto_lam: AutoLam | None) -> int:
     """Brings the trainer to where the run stands and returns the number of RL steps done."""
     checkpoint = latest_checkpoint(_checkpoints(config))
     warm = config.run.path / "hf" / "warm_start"
@@ -94,9 +100,11 @@ def _restore_or_warm_start(trainer: MegatronTrainer, task: Task, config: Config,
             warm_start(trainer, task, config.warm_start, config.optimizer, config.run.seed, record.console)
             trainer.save_hf(warm)
     trainer.new_optimizer(config.optimizer)
-    done = load_checkpoint(trainer, checkpoint)["step"] if checkpoint else 0
-    record.begin(done)
-    return done
+    state = load_checkpoint(trainer, checkpoint) if checkpoint else {"step": 0}
+    if auto_lam and "auto_lam" in state:
+        auto_lam.load_state_dict(state["auto_lam"])
+    record.begin(state["step"])
+    return state["step"]
 
 
 def _start_engine(trainer: MegatronTrainer, source: RolloutSource, config: Config, record: RunRecord, done: int) -> None:

@@ -3,6 +3,7 @@
 REWARD = "reward_mean"
 KL = "rollout_corr/kl"
 MAX_RATIO = "rollout_corr/rollout_is_max"
+LAM = "rollout_corr/lam"
 CAPPED_SHARE = "rollout_corr/capped_share"
 GRAD_NORM = "grad_norm"
 TOKENS_PER_S = "tokens_per_s"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from megatron_tim.config import Config
-from megatron_tim.correction import MetricSums, summarise, token_objective
+from megatron_tim.correction import CorrectionConfig, MetricSums, denominator_parts, summarise, token_coefficients, token_objective
 from megatron_tim.errors import UserError
 from megatron_tim.megatron.logprobs import TokenScores
 from megatron_tim.megatron.packing import MicroBatch, Sample
@@ -14,34 +16,54 @@ from megatron_tim.training import metric_names as names
 from megatron_tim.training.batch import RolloutBatch, minibatches
 
 
-def score_and_correct(trainer: MegatronTrainer, batch: RolloutBatch, config: Config) -> tuple[list[Sample], MetricSums]:
-    """The samples to train on, with the weights of the correction, and the sums of its metrics.
+@dataclass(frozen=True)
+class CorrectedBatch:
+    """A rollout batch ready for its optimizer steps.
+
+    Attributes:
+        samples: one a trajectory, with all that the policy objective reads.
+        denominators: float64 ``[trajectories]``: what each adds to the loss denominator of its optimizer step.
+        sums: of the correction's metrics.
+    """
+
+    samples: list[Sample]
+    denominators: Tensor
+    sums: MetricSums
+
+
+def score_and_correct(trainer: MegatronTrainer, batch: RolloutBatch, config: Config, correction: CorrectionConfig) -> CorrectedBatch:
+    """Old log-probs, weights, advantages and the denominators of a rollout batch, under ``correction``.
 
     Recompute mode evaluates the old policy once, before the first minibatch, and fixes the weights
     for the whole batch. Bypass mode does neither: the weights are formed in each micro-batch.
     """
-    if config.correction.mode == "bypass":
-        return batch.samples(), MetricSums()
-    old_logprobs = trainer.score(batch.samples(), config.rollout.temperature).logprobs
-    correction = batch.correct(old_logprobs, config.correction)
-    return batch.samples(old_logprobs=old_logprobs, weights=correction.weights), correction.sums
+    fields, keep, sums = {}, batch.mask, MetricSums()
+    if correction.mode == "recompute":
+        old_logprobs = trainer.score(batch.samples(), config.rollout.temperature).logprobs
+        found = batch.correct(old_logprobs, correction, config.rollout.temperature)
+        fields, keep, sums = {"old_logprobs": old_logprobs, "weights": found.weights}, found.keep, found.sums
+    counted = keep if config.loss.shrink_after_rejection else batch.mask
+    fields["advantages"] = batch.advantages(config.advantage, keep)
+    fields["coefficients"] = token_coefficients(counted, config.loss, batch.cu_seqlens)
+    return CorrectedBatch(batch.samples(**fields), denominator_parts(counted, config.loss, batch.cu_seqlens), sums)
 
 
-def optimize(
-    trainer: MegatronTrainer, batch: RolloutBatch, samples: list[Sample], sums: MetricSums, config: Config, step: int
-) -> dict[str, float]:
-    """All optimizer steps on one rollout batch; returns the metrics of the batch, ``sums`` included.
+def optimize(trainer: MegatronTrainer, batch: CorrectedBatch, groups: list[int], config: Config, step: int) -> dict[str, float]:
+    """All optimizer steps on one rollout batch; returns its metrics, those of the correction included.
+
+    Args:
+        groups: the group of each sample; a minibatch holds whole groups.
 
     Raises:
         UserError: the policy is broken: no step could be applied, or no token had a finite log-prob.
     """
-    grad_norms, skipped = [], 0
+    grad_norms, skipped, sums = [], 0, batch.sums
     for epoch in range(config.train.epochs):
         seed = (config.run.seed, step, epoch)
-        for members in minibatches(batch.trajectories, config.train.minibatches_per_rollout, seed):
-            chosen = [samples[i] for i in members]
-            # One denominator for the whole optimizer step, fixed before anything is rejected or dropped.
-            denominator = max(1, sum(int(sample.fields["mask"].sum()) for sample in chosen))
+        for members in minibatches(groups, config.train.minibatches_per_rollout, seed):
+            # One denominator for the whole optimizer step, fixed before its first micro-batch.
+            denominator = max(1.0, batch.denominators[members].sum().item())
+            chosen = [batch.samples[i] for i in members]
             result = trainer.step(chosen, policy_objective(config), denominator, config.rollout.temperature)
             sums += result.sums
             grad_norms.append(result.grad_norm)
@@ -74,6 +96,8 @@ def policy_objective(config: Config) -> Objective:
             advantages=fields["advantages"],
             mask=fields["mask"],
             weights=fields.get("weights"),
+            coefficients=fields["coefficients"],
+            cu_seqlens=batch.cu_seqlens,
             correction=config.correction,
             loss=config.loss,
         )
