@@ -45,10 +45,8 @@ def policy_loss(
         The loss of each token, and bool flags of each token (``clip_high``, ``clip_low``, ``dual_clip``) for metrics.
     """
     old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
-    if config.name == "gspo":
-        ratio = geometric_ratio(logprobs, old_logprobs, valid, cu_seqlens)
-    else:
-        ratio = bounded_ratio(logprobs, old_logprobs)
+    whole_sequence = config.name == "gspo"
+    ratio = geometric_ratio(logprobs, old_logprobs, valid, cu_seqlens) if whole_sequence else bounded_ratio(logprobs, old_logprobs)
     loss, flags = TOKEN_LOSSES[config.name](logprobs, ratio, advantages, config)
     return weights.detach() * loss, flags
 

@@ -3,66 +3,108 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_tim.correction import CorrectionConfig, correct
+from megatron_tim.correction import CorrectionConfig, Method, RejectionRule, correct
+from megatron_tim.correction.config import SEQUENCE_METHODS
 from megatron_tim.correction.weights import TOKEN_WEIGHTS
 from tests.correction import reference
 from tests.correction.batches import Token, cu_seqlens, examples, packed, packed_mask, padded, padded_mask, sequences
 
-configs = st.builds(
-    CorrectionConfig,
-    method=st.sampled_from(sorted(TOKEN_WEIGHTS)),
-    lam=st.floats(0, 5),
-    kappa=st.sampled_from([0.0, 5e-3, 0.1]),
-    cap=st.floats(0.3, 4),
-)
 NAN, INF = math.nan, math.inf
+METHODS = sorted(TOKEN_WEIGHTS)
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> RejectionRule:
+    """Any statistic at any level, with asymmetric bounds that reject some and keep some."""
+    name, level = draw(st.sampled_from(["k1", "k2", "k3", "ratio"])), draw(st.sampled_from(LEVELS))
+    bounds = {"k1": (-0.4, 0.7), "k2": (0.001, 0.3), "k3": (0.001, 0.4), "ratio": (0.6, 1.9)}[name]
+    low, high = draw(st.sampled_from([bounds, (bounds[0], None), (None, bounds[1])]))
+    return RejectionRule(statistic=name, level=level, low=low, high=high)
+
+
+LEVELS = ["token", "sequence_sum", "sequence_mean", "sequence_max"]
+methods = {
+    "method": st.sampled_from([*METHODS, "seq_tis", "seq_mis"]),
+    "lam": st.floats(0, 5),
+    "kappa": st.sampled_from([0.0, 5e-3, 0.1]),
+    "cap": st.floats(0.3, 4),
+    "low": st.sampled_from([None, 0.3, 0.9]),
+    "high": st.sampled_from([None, 1.1, 3.0]),
+    "phi": st.floats(0.01, 2),
+    "sequence_cap": st.floats(0.3, 4),
+    "length_normalised": st.booleans(),
+    "reject": st.lists(rules(), max_size=3, unique_by=lambda rule: rule.name),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> CorrectionConfig:
+    values = {name: draw(strategy) for name, strategy in methods.items()}
+    if values["method"] not in SEQUENCE_METHODS:
+        values["sequence"] = draw(st.sampled_from(["none", *SEQUENCE_METHODS]))
+    shadow = {name: draw(strategy) for name, strategy in methods.items()}
+    return CorrectionConfig(**values, shadows={"other": shadow})
 
 
 @examples
-@given(rows=sequences(), config=configs)
+@given(rows=sequences(), config=configs())
 def test_padded_equals_loops(rows: list[list[Token]], config: CorrectionConfig) -> None:
+    assume(clear_of_edges(rows, config))
     out = correct(padded(rows, "train"), padded(rows, "rollout"), padded_mask(rows), config)
     width = max(map(len, rows)) + 1
-    for index, row in enumerate(rows):
-        check_tokens(out.weights[index, : len(row)], out.keep[index, : len(row)], row, config)
+    for index, (row, expected) in enumerate(zip(rows, reference.weigh(rows, config), strict=True)):
+        check_tokens(out.weights[index, : len(row)], out.keep[index, : len(row)], expected)
         assert not out.keep[index, len(row) :].any() and out.weights[index, len(row) :].tolist() == [0] * (width - len(row))
     check_metrics(out.metrics, rows, config)
 
 
 @examples
-@given(rows=sequences(), config=configs)
+@given(rows=sequences(), config=configs())
 def test_packed_equals_loops(rows: list[list[Token]], config: CorrectionConfig) -> None:
+    assume(clear_of_edges(rows, config))
     out = correct(packed(rows, "train"), packed(rows, "rollout"), packed_mask(rows), config, cu_seqlens(rows))
-    check_tokens(out.weights, out.keep, list(itertools.chain(*rows)), config)
+    check_tokens(out.weights, out.keep, list(itertools.chain(*reference.weigh(rows, config))))
     check_metrics(out.metrics, rows, config)
 
 
-def check_tokens(weights: torch.Tensor, keep: torch.Tensor, tokens: list[Token], config: CorrectionConfig) -> None:
-    assert keep.tolist() == [reference.is_valid(token) for token in tokens]
-    expected = [reference.weight(token, config) if reference.is_valid(token) else 0.0 for token in tokens]
-    assert weights.tolist() == pytest.approx(expected, rel=1e-6)
+def clear_of_edges(rows: list[list[Token]], config: CorrectionConfig) -> bool:
+    """Whether no threshold is so close that rounding decides on which side of it a value is."""
+    return not any(near_an_edge(rows, method) for method in (config, *config.shadows.values()))
+
+
+def near_an_edge(rows: list[list[Token]], config: Method) -> bool:
+    distances = [distance for row in rows for rule in config.reject for distance in reference.edges(row, rule)]
+    for row in rows:
+        distances.append(abs(reference.sequence_ratio(row, config) / config.sequence_cap - 1))
+        for token in filter(reference.is_valid, row):
+            k = math.exp(reference.bound(token.train - token.rollout))
+            cap = 1 + config.lam * max(1 - math.exp(token.train), config.kappa)
+            distances += [abs(k / edge - 1) for edge in (config.cap, 1 / config.cap, cap, *config.bounds)]
+            distances += [abs(divergence - config.phi) for divergence in reference.kpop_divergences(token)]
+            distances += [abs(math.exp(token.train) - edge) for edge in (0.5, 0.9, 0.99, 0.999)]
+    return min(distances, default=1) < 1e-11
+
+
+def check_tokens(weights: torch.Tensor, keep: torch.Tensor, expected: list[reference.Weighed | None]) -> None:
+    assert keep.tolist() == [item is not None and not item.rejected_by for item in expected]
+    values = [item.weight if item and not item.rejected_by else 0.0 for item in expected]
+    assert weights.tolist() == pytest.approx(values, rel=1e-6)
 
 
 def check_metrics(metrics: dict[str, float], rows: list[list[Token]], config: CorrectionConfig) -> None:
     expected = reference.correction_metrics(rows, config)
-    on_the_edge = {"rollout_corr/capped_share", "rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"}
-    assert metrics.keys() == expected.keys()
-    for name in expected.keys() - on_the_edge:
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-7), name
-    tokens = max(1, expected["rollout_corr/tokens"] - expected["rollout_corr/nonfinite_tokens"])
-    edges = sum(near_an_edge(token, config) for row in rows for token in row if reference.is_valid(token))
-    for name in on_the_edge:
-        assert metrics[name] == pytest.approx(expected[name], abs=edges / tokens + 1e-9), name
-
-
-def near_an_edge(token: Token, config: CorrectionConfig) -> bool:
-    """Whether k is so close to a threshold that rounding decides on which side it is."""
-    k = math.exp(token.train - token.rollout)
-    cap = 1 + config.lam * max(1 - math.exp(token.train), config.kappa)
-    return any(abs(k / edge - 1) < 1e-12 for edge in (config.cap, 1 / config.cap, cap, 1.0))
+    expected |= {f"rollout_corr/{name}": value for name, value in reference.bias_metrics(rows, config).items()}
+    exact = reference.bias_metrics(rows, CorrectionConfig(method="exact"))
+    expected |= {f"rollout_corr/exact/{name}": value for name, value in exact.items()}
+    for name, method in config.shadows.items():
+        found = reference.weight_metrics(rows, method) | reference.bias_metrics(rows, method)
+        expected |= {f"shadow/{name}/{key}": value for key, value in found.items()}
+    assert {name for name in metrics if not name.startswith("displacement/")} == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -86,7 +128,7 @@ def test_one_side_in_fp64_is_not_rounded() -> None:
     assert correct(train, rollout, torch.tensor([[True]]), CorrectionConfig()).metrics["rollout_corr/kl"] == pytest.approx(-1e-10, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", sorted(TOKEN_WEIGHTS))
+@pytest.mark.parametrize("method", METHODS)
 def test_no_gradient_through_weights_or_metrics(method: str) -> None:
     train = torch.tensor([[-0.3, -1.7]], requires_grad=True)
     rollout = torch.tensor([[-0.4, -1.5]], requires_grad=True)
@@ -95,7 +137,7 @@ def test_no_gradient_through_weights_or_metrics(method: str) -> None:
     assert not any(value.requires_grad for value in (*out.sums.sums.values(), *out.sums.maxima.values()))
 
 
-@pytest.mark.parametrize("method", sorted(TOKEN_WEIGHTS))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("side", ["train", "rollout"])
 def test_non_finite_is_dropped_counted_and_never_weight_1(method: str, bad: float, side: str) -> None:

@@ -6,14 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_tim.correction import CorrectionConfig, mismatch_ratio
+from megatron_tim.correction import CorrectionConfig, Method
+from megatron_tim.correction.config import SEQUENCE_METHODS
 from megatron_tim.correction.displacement import displacement
+from megatron_tim.correction.tokens import TokenBatch
 from megatron_tim.correction.weights import TOKEN_WEIGHTS, confidence_cap
 from tests.correction.batches import examples
 
 
 def weight(method: str, train: torch.Tensor, rollout: torch.Tensor, **parameters: float) -> torch.Tensor:
-    return TOKEN_WEIGHTS[method](mismatch_ratio(train, rollout), train, CorrectionConfig(method=method, **parameters))
+    everything = torch.ones_like(train, dtype=torch.bool)
+    tokens = TokenBatch.from_logprobs(train, rollout, everything, everything, None)
+    return TOKEN_WEIGHTS[method](tokens, Method(method=method, **parameters))
 
 
 def from_room_and_displacement(room: list[float], eps: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +28,7 @@ def from_room_and_displacement(room: list[float], eps: list[float]) -> tuple[tor
 
 
 def test_every_method_of_the_configuration_has_a_weight() -> None:
-    assert set(TOKEN_WEIGHTS) == set(get_args(CorrectionConfig.model_fields["method"].annotation))
+    assert {*TOKEN_WEIGHTS, *SEQUENCE_METHODS} == set(get_args(CorrectionConfig.model_fields["method"].annotation))
 
 
 def test_weights_by_hand() -> None:
@@ -32,6 +36,12 @@ def test_weights_by_hand() -> None:
     rollout = torch.tensor([0.4, 0.1, 1.0, 0.999 / 1.05, 0.9999], dtype=torch.float64).log()
     assert weight("none", train, rollout).tolist() == [1, 1, 1, 1, 1]
     assert weight("tis", train, rollout).tolist() == pytest.approx([1.25, 2, 0.5, 1.05, 0.999 / 0.9999])
+    assert weight("exact", train, rollout).tolist() == pytest.approx([1.25, 5, 0.5, 1.05, 0.999 / 0.9999])
+    assert weight("band", train, rollout, low=0.8, high=1.2).tolist() == pytest.approx([1.2, 1.2, 0.8, 1.05, 0.999 / 0.9999])
+    assert weight("icepop", train, rollout, high=4).tolist() == pytest.approx([1.25, 0, 0.5, 1.05, 0.999 / 0.9999])
+    # KL(0.5, 0.1) = 0.511, KL(0.1, 0.5) = 0.368; q = 1 is clamped to 1 - 1e-6, which is 6.2 away
+    assert weight("kpop", train, rollout).tolist() == pytest.approx([1.25, 5, 0, 1.05, 0.999 / 0.9999])
+    assert weight("kpop", train, rollout, phi=0.5).tolist() == pytest.approx([1.25, 0, 0, 1.05, 0.999 / 0.9999])
     # 1 + 2.3 * 0.5 for p = 0.5; for p = 0.999 kappa = 0.005 is the larger one
     assert weight("cis", train, rollout).tolist() == pytest.approx([1.25, 2.15, 0.5, 1.0115, 0.999 / 0.9999])
 
@@ -73,7 +83,8 @@ def test_lam_0_is_tis_at_1(room: float, eps: float) -> None:
 
 @pytest.mark.parametrize("method", sorted(TOKEN_WEIGHTS))
 def test_overflow_of_the_ratio_is_capped(method: str) -> None:
-    """k = exp(200) is inf in fp32; a capped weight is not."""
+    """k = exp(200) is held at exp(20); a capped weight is its cap."""
     train, rollout = torch.tensor([-0.5]), torch.tensor([-200.5])
-    expected = {"none": 1.0, "tis": 2.0, "cis": 1 + 2.3 * (1 - math.exp(-0.5))}
+    largest = math.exp(20)
+    expected = {"none": 1, "tis": 2, "cis": 1 + 2.3 * (1 - math.exp(-0.5)), "band": 2, "icepop": 0, "kpop": 0, "exact": largest}
     assert weight(method, train, rollout).item() == pytest.approx(expected[method])
