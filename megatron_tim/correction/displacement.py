@@ -31,7 +31,7 @@ def bounded_ratio(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 def one_minus_p(logprobs: Tensor) -> Tensor:
     """1 - p without the cancellation of the plain formula; 0 where rounding made a log-prob positive."""
-    return (-torch.expm1(logprobs)).clamp(min=0)
+    return torch.expm1(logprobs.clamp(max=0)).abs()
 
 
 def log_odds(logprobs: Tensor) -> Tensor:

@@ -101,11 +101,12 @@ def sequence_sums(tokens: TokenBatch) -> MetricSums:
 def weight_sums(tokens: TokenBatch, weighing: Weighing) -> MetricSums:
     """Sums of what a method does, without a prefix."""
     weights, valid = weighing.weights, tokens.valid
-    excess = torch.where(valid, weights - 1, 0)
     sums = {
         "valid": valid,
-        "weight_excess": excess,
-        "weight_excess_squared": excess.square(),
+        "weight": torch.where(valid, weights, 0),
+        "weight_squared": torch.where(valid, weights, 0).square(),
+        # Of w - 1, since E[w^2] - E[w]^2 cancels every digit when w is close to 1.
+        "weight_excess_squared": torch.where(valid, weights - 1, 0).square(),
         "capped": weighing.capped,
         "zero_weight": valid & (weights == 0),
     }
@@ -163,7 +164,7 @@ def _token_metrics(value: dict[str, float]) -> dict[str, float]:
         "rollout_is_min": 1 - value["ratio_minus_min"] if count else 0.0,
         "rollout_is_max": 1 + value["ratio_max"] if count else 0.0,
         "rollout_is_std": _std(value["clipped_excess"], value["clipped_excess_squared"], count),
-        "rollout_is_eff_sample_size": _effective_share(value["clipped_excess"], value["clipped_excess_squared"], count),
+        "rollout_is_eff_sample_size": _effective_share(*_moments(value["clipped_excess"], value["clipped_excess_squared"], count), count),
         "rollout_is_ratio_fraction_high": mean(value["ratio_high"], count),
         "rollout_is_ratio_fraction_low": mean(value["ratio_low"], count),
         "kl": mean(value["kl"], count),
@@ -175,11 +176,11 @@ def _token_metrics(value: dict[str, float]) -> dict[str, float]:
 def _weight_metrics(value: dict[str, float]) -> dict[str, float]:
     count = value["valid"]
     metrics = {
-        "weight_mean": (1.0 if count else 0.0) + mean(value["weight_excess"], count),
+        "weight_mean": mean(value["weight"], count),
         "weight_min": -value["weight_minus_min"] if count else 0.0,
         "weight_max": value["weight_max"] if count else 0.0,
-        "weight_std": _std(value["weight_excess"], value["weight_excess_squared"], count),
-        "weight_eff_sample_size": _effective_share(value["weight_excess"], value["weight_excess_squared"], count),
+        "weight_std": _std(value["weight"] - count, value["weight_excess_squared"], count),
+        "weight_eff_sample_size": _effective_share(value["weight"], value["weight_squared"], count),
         "capped_share": mean(value["capped"], count),
         "zero_weight_share": mean(value["zero_weight"], count),
     }
@@ -220,10 +221,11 @@ def _std(excess: float, excess_squared: float, count: float) -> float:
     return math.sqrt(max(0.0, mean(excess_squared, count) - mean(excess, count) ** 2))
 
 
-def _effective_share(excess: float, excess_squared: float, count: float) -> float:
-    """E[w]^2 / E[w^2], from the sums of w - 1 and (w - 1)^2; 0 without tokens or when every weight is 0."""
-    if not count:
-        return 0.0
-    first = mean(excess, count)
-    second = 1 + 2 * first + mean(excess_squared, count)
-    return (1 + first) ** 2 / second if second > 0 else 0.0
+def _moments(excess: float, excess_squared: float, count: float) -> tuple[float, float]:
+    """The sums of w and w^2, from those of w - 1 and (w - 1)^2."""
+    return count + excess, count + 2 * excess + excess_squared
+
+
+def _effective_share(first: float, second: float, count: float) -> float:
+    """E[w]^2 / E[w^2], from the sums of w and w^2; 0 without tokens or when every weight is 0."""
+    return first**2 / (count * second) if second > 0 else 0.0

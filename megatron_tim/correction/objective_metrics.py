@@ -17,13 +17,14 @@ ratio to pi_old, in bypass mode to pi_rollout), and for a loss that clips ``acto
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_tim.correction.displacement import LOG_RATIO_BOUND
 from megatron_tim.correction.loss_config import LossConfig
 from megatron_tim.correction.losses import policy_loss
-from megatron_tim.correction.sketch import CONTRIBUTION_EDGES, histogram, quantile
+from megatron_tim.correction.sketch import CONTRIBUTION_EDGES, SMALLEST_CONTRIBUTION, histogram, quantile
 from megatron_tim.correction.sums import MetricSums, mean, total
 from megatron_tim.correction.validation import check_layout, check_token_tensors, finite_tokens
 
@@ -113,9 +114,7 @@ def summarise_objective(sums: MetricSums) -> dict[str, float]:
         for sign in ("positive", "negative"):
             name = f"{PREFIX}{form}/contribution_{sign}"
             metrics[name] = mean(value[f"{form}/contribution_{sign}"], value[sign])
-            counts = sums.tables[name].cpu().numpy()
-            for label, share in {"q05": 0.05, "median": 0.5, "q95": 0.95}.items():
-                metrics[f"{name}/{label}"] = quantile(counts, CONTRIBUTION_EDGES, share)
+            metrics |= {f"{name}/{label}": value for label, value in _quantiles(sums.tables[name].cpu().numpy()).items()}
         for estimate in ("k1", "k3"):
             metrics[f"{PREFIX}{form}/{estimate}"] = mean(value[f"{form}/{estimate}"], count)
     metrics["actor/ppo_kl"] = metrics[f"{PREFIX}{forms[0]}/k1"]
@@ -129,3 +128,9 @@ def summarise_objective(sums: MetricSums) -> dict[str, float]:
         if name in value:
             metrics[f"actor/{name}"] = mean(value[name], value["tokens"])
     return metrics
+
+
+def _quantiles(counts: np.ndarray) -> dict[str, float]:
+    found = {label: quantile(counts, CONTRIBUTION_EDGES, share) for label, share in {"q05": 0.05, "median": 0.5, "q95": 0.95}.items()}
+    # The bin around 0 holds every token whose ratio did not move.
+    return {label: 0.0 if abs(value) <= SMALLEST_CONTRIBUTION else value for label, value in found.items()}

@@ -24,7 +24,8 @@ def _symmetric(linear: np.ndarray, outer: np.ndarray) -> np.ndarray:
 _LINEAR_EDGES = LINEAR_STEP * (np.arange(-500, 502) - 0.5)
 DISPLACEMENT_EDGES = _symmetric(_LINEAR_EDGES, np.geomspace(_LINEAR_EDGES[-1], 1000, 177)[1:])
 # Of C(r): from 1e-6 to 1e6, 10 % a bin, and one bin around 0.
-CONTRIBUTION_EDGES = _symmetric(np.empty(0), np.geomspace(1e-6, 1e6, 291))
+SMALLEST_CONTRIBUTION = 1e-6
+CONTRIBUTION_EDGES = _symmetric(np.empty(0), np.geomspace(SMALLEST_CONTRIBUTION, 1e6, 291))
 
 # The confidence bins of the CIS paper, by the train probability p.
 CONFIDENCE_NAMES = ("p_below_0.5", "p_0.5_0.9", "p_0.9_0.99", "p_0.99_0.999", "p_above_0.999")

@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_tim.correction import LossConfig
+
 # Reproducible, and no deadline: the first call of a torch operator can take long.
 examples = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -66,3 +68,21 @@ def packed_mask(rows: list[list[Token]]) -> Tensor:
 
 def cu_seqlens(rows: list[list[Token]]) -> Tensor:
     return torch.tensor([0] + [len(row) for row in rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> LossConfig:
+    """Any policy loss with its own or with asymmetric clips, with and without a dual clip."""
+    name = draw(st.sampled_from(["reinforce", "ppo", "gspo", "cispo"]))
+    clips = {"clip_low": draw(st.none() | st.floats(0, 0.5)), "clip_high": draw(st.none() | st.floats(0, 0.9))}
+    dual_clip = draw(st.none() | st.floats(1.1, 4)) if name in ("ppo", "gspo") else None
+    return LossConfig(name=name, dual_clip=dual_clip, **clips)
+
+
+def near_kink(log_ratio: float, advantage: float, loss: LossConfig) -> bool:
+    """Whether rounding, or a convention, decides the gradient: at a bound of r, and without an advantage."""
+    if loss.name not in ("ppo", "gspo"):
+        return False
+    low, high = loss.clips
+    bounds = [1 - low, 1 + high, loss.dual_clip or 0]
+    return advantage == 0 or any(abs(math.exp(min(log_ratio, 20)) - bound) < 1e-9 for bound in bounds)

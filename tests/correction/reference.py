@@ -244,6 +244,17 @@ def token_loss(token: Token, token_weight: float, log_ratio: float, config: Loss
     return token_weight * loss, token_weight * slope
 
 
+def log_ratios(row: list[Token], base: str, config: LossConfig) -> list[float]:
+    """log r of each token of a sequence against the log-prob called ``base``; their mean for gspo."""
+    logs = [token.current - getattr(token, base) for token in row]
+    return [average(logs)] * len(logs) if config.name == "gspo" else logs
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value with at least ``share`` of the values at or below it."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
+
+
 def bound(log: float) -> float:
     """The logarithm of a ratio, held where the package holds it."""
     return min(log, 20.0)

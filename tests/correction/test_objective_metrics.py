@@ -22,6 +22,10 @@ def expected_metrics(rows: list[list[Token]], bypass: bool) -> dict[str, float]:
         pairs = list(zip(terms, finite, strict=True))
         metrics[f"objective/{form}/contribution_positive"] = reference.average(c for c, token in pairs if token.advantage > 0)
         metrics[f"objective/{form}/contribution_negative"] = reference.average(c for c, token in pairs if token.advantage < 0)
+        for sign, side in {"positive": 1, "negative": -1}.items():
+            values = [c for c, token in pairs if token.advantage * side > 0]
+            for label, share in {"q05": 0.05, "median": 0.5, "q95": 0.95}.items():
+                metrics[f"objective/{form}/contribution_{sign}/{label}"] = (values, share)
         metrics[f"objective/{form}/k1"] = reference.average(-log for log in logs)
         metrics[f"objective/{form}/k3"] = reference.average(math.exp(reference.bound(log)) - 1 - log for log in logs)
     used = forms.get("recompute", "rollout")
@@ -48,7 +52,20 @@ def test_both_forms_equal_loops(rows: list[list[Token]]) -> None:
         expected = expected_metrics(rows, bypass)
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+            if isinstance(value, tuple):
+                check_quantile(metrics[name], *value)
+            else:
+                assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def check_quantile(found: float, values: list[float], share: float) -> None:
+    """In the histogram's bin of the value that has this share below it: within 10 %, or between 1e-6 and -1e-6."""
+    if not values:
+        assert found == 0
+        return
+    exact = reference.quantile(values, share)
+    edges = sorted({reference.quantile(values, min(1, max(0, share + slack))) for slack in (-1e-9, 1e-9)} | {exact})
+    assert min(edges) - 0.1 * abs(min(edges)) - 1e-6 <= found <= max(edges) + 0.1 * abs(max(edges)) + 1e-6
 
 
 @pytest.mark.parametrize("mode", ["recompute", "bypass"])
@@ -97,7 +114,7 @@ def test_a_broken_log_prob_is_dropped_and_counted(place: int) -> None:
 def test_without_a_loss_there_is_no_clipping_to_report() -> None:
     zeros, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     names = objective_metrics(zeros, None, zeros, zeros, mask).keys()
-    assert names == {
+    assert {name for name in names if not name.endswith(("q05", "median", "q95"))} == {
         "objective/tokens",
         "objective/nonfinite_tokens",
         "objective/bypass/contribution_positive",
@@ -106,6 +123,30 @@ def test_without_a_loss_there_is_no_clipping_to_report() -> None:
         "objective/bypass/k3",
         "actor/ppo_kl",
     }
+
+
+def test_the_skew_of_each_sign_is_seen() -> None:
+    """100 tokens with A = 2 and r - 1 from 0.01 to 1: C runs from -0.02 to -2; those with A < 0 stay where they are."""
+    current, zeros, advantages = torch.log1p(torch.arange(1, 101) / 100.0)[None], torch.zeros(1, 100), torch.full((1, 100), 2.0)
+    current, advantages = torch.cat([current, zeros], 1), torch.cat([advantages, -advantages], 1)
+    metrics = objective_metrics(current, None, torch.zeros(1, 200), advantages, torch.ones(1, 200, dtype=torch.bool))
+    found = [metrics[f"objective/bypass/contribution_positive/{label}"] for label in ("q05", "median", "q95")]
+    assert found == pytest.approx([-1.9, -1.0, -0.1], rel=0.1)
+    assert all(metrics[f"objective/bypass/contribution_negative/{label}"] == 0 for label in ("q05", "median", "q95"))
+
+
+def test_gspo_clips_whole_sequences() -> None:
+    """The ratios of a sequence cancel in its mean: no token is clipped, though each is far out of bounds."""
+    current, zeros = torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.zeros(4)
+    inputs = current, None, zeros, torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.ones(4, dtype=torch.bool), LossConfig(name="gspo")
+    assert objective_metrics(*inputs, torch.tensor([0, 2, 4]))["objective/clip_high"] == 0.5
+
+
+def test_dual_clips_are_counted() -> None:
+    loss = LossConfig(name="ppo", dual_clip=3.0)
+    inputs = torch.tensor([[2.0, 2.0, 0.0, 0.0]]), None, torch.zeros(1, 4), torch.tensor([[-1.0, 1.0, -1.0, 1.0]])
+    metrics = objective_metrics(*inputs, torch.ones(1, 4, dtype=torch.bool), loss)
+    assert metrics["actor/pg_clipfrac_lower"] == 0.25 and metrics["objective/clip_high"] == 0.25
 
 
 def test_metrics_ask_for_no_gradient() -> None:

@@ -37,8 +37,28 @@ def test_names_of_one_side_are_kept() -> None:
 
 def test_tensors_and_back() -> None:
     sums = sums_of([[Token(-1.0, -1.5, True)]])
-    assert MetricSums.from_tensors(sums.to_tensors()) == sums
+    back = MetricSums.from_tensors(sums.to_tensors())
+    assert back.sums == sums.sums and back.maxima == sums.maxima and back.tables.keys() == sums.tables.keys()
+    assert all(torch.equal(back.tables[name], table) for name, table in sums.tables.items())
     assert MetricSums.from_tensors(MetricSums().to_tensors()) == MetricSums()
+
+
+def test_tables_add_up_element_by_element() -> None:
+    left, right = (MetricSums(tables={"t": torch.tensor([[1.0, 2.0]]) * factor}) for factor in (1, 10))
+    assert (left + right).tables["t"].tolist() == [[11, 22]]
+    assert MetricSums({"a": torch.tensor(3.0)}, {"m": torch.tensor(3.0)}, left.tables).scaled(0.5).to_tensors().keys() == {
+        *("sums:a", "maxima:m", "tables:t")
+    }
+    halved = MetricSums({"a": torch.tensor(3.0)}, {"m": torch.tensor(3.0)}, left.tables).scaled(0.5)
+    assert halved.to_floats() == {"a": 1.5, "m": 3} and halved.tables["t"].tolist() == [[0.5, 1]]
+
+
+def test_prefixes() -> None:
+    one = torch.tensor(1.0)
+    sums = MetricSums({"a": one}, {"b": one}, {"c": one}).with_prefix("x/") + MetricSums({"a": one + 1})
+    assert set(sums.to_tensors()) == {"sums:x/a", "sums:a", "maxima:x/b", "tables:x/c"}
+    below = sums.below("x/")
+    assert below.to_floats() == {"a": 1, "b": 1} and set(below.tables) == {"c"}
 
 
 def test_nothing_summed_is_nothing_reported() -> None:
@@ -62,8 +82,9 @@ def reduce_as(rank: int, store: Path) -> tuple[dict[str, float], dict[str, float
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
         alone = [dist.new_group([0]), dist.new_group([1])][rank]
-        own = MetricSums(ordered, {"top": torch.tensor(top)})
+        own = MetricSums(ordered, {"top": torch.tensor(top)}, {"a": torch.full((2, 3), a)})
         together = own.all_reduce() + MetricSums().all_reduce()
+        assert together.tables["a"].tolist() == [[11.0] * 3] * 2
         return together.to_floats(), own.all_reduce(alone).to_floats()
     finally:
         dist.destroy_process_group()

@@ -1,3 +1,4 @@
+import math
 import re
 
 import pytest
@@ -105,10 +106,33 @@ def test_a_correction_without_effect_is_refused() -> None:
     objective("recompute", LossConfig(name="ppo"), method="tis")
     with refuses(
         "correction.method = 'tis' has no effect with correction.mode = 'bypass' and loss.name = 'ppo', whose ratio"
-        " pi_theta / pi_rollout already holds the mismatch; set correction.method=none, or loss.name=reinforce,"
-        " or correction.mode=recompute."
+        " pi_theta / pi_rollout already holds the mismatch; set correction.method=none (rejection rules may stay), or"
+        " loss.name=reinforce, or correction.mode=recompute."
     ):
         objective("bypass", LossConfig(name="ppo"), method="tis")
+
+
+@pytest.mark.parametrize("name", ["train", "rollout"])
+def test_temperatures(name: str) -> None:
+    temperatures = {"train_temperature": 0.7, "rollout_temperature": 0.7}
+    correct(ZEROS, ZEROS, ALL, CorrectionConfig(), **temperatures)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with refuses(f"{name}_temperature = {wrong} has no log-probs to correct with; it must be above 0 and finite."):
+            correct(ZEROS, ZEROS, ALL, CorrectionConfig(), **temperatures | {f"{name}_temperature": wrong})
+
+
+def test_log_probs_of_another_temperature() -> None:
+    with refuses(
+        "rollout_temperature = 1.0 differs from train_temperature = 0.7: a log-prob cannot be moved to another temperature, only"
+        " logits can; record the log-probs after temperature, and score with the same one."
+    ):
+        correct(ZEROS, ZEROS, ALL, CorrectionConfig(), train_temperature=0.7)
+
+
+def test_reference_kl_needs_the_reference() -> None:
+    objective(loss=LossConfig(kl_coeff=0.5), reference_logprobs=ZEROS)
+    with refuses("reference_logprobs is None; loss.kl_coeff = 0.5 needs it."):
+        objective(loss=LossConfig(kl_coeff=0.5))
 
 
 def test_entropy_bonus_needs_the_entropy() -> None:
@@ -117,7 +141,7 @@ def test_entropy_bonus_needs_the_entropy() -> None:
         objective(loss=LossConfig(entropy_coeff=0.5))
 
 
-@pytest.mark.parametrize("name", ["entropy", "old_logprobs", "rollout_logprobs", "advantages", "weights"])
+@pytest.mark.parametrize("name", ["entropy", "old_logprobs", "rollout_logprobs", "advantages", "weights", "coefficients"])
 def test_objective_inputs(name: str) -> None:
     with refuses(f"{name} has shape (1,); it must have the shape of logprobs, (2, 3)."):
         objective(**{name: torch.zeros(1)})
