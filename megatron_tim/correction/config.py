@@ -138,7 +138,9 @@ class CorrectionConfig(Method):
     displacement_cut: float = Field(
         1e-7, ge=0, lt=0.5, description="Displacements where 1 - p or 1 - q is below this are rounding, left out and counted."
     )
-    auto_lam: AutoLamConfig = Field(AutoLamConfig(), description="How lam = auto is chosen; `measure` alone logs the lam that would be best.")
+    auto_lam: AutoLamConfig = Field(
+        AutoLamConfig(), description="How lam = auto is chosen; `measure` alone logs the lam that would be best."
+    )
 
     @field_validator("shadows", mode="before")
     @classmethod

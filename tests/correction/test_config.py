@@ -2,7 +2,16 @@ import math
 
 import pytest
 
-from megatron_tim.correction import PRESETS, AdvantageConfig, AutoLamConfig, CorrectionConfig, LossConfig, Method, RejectionRule, check_combination
+from megatron_tim.correction import (
+    PRESETS,
+    AdvantageConfig,
+    AutoLamConfig,
+    CorrectionConfig,
+    LossConfig,
+    Method,
+    RejectionRule,
+    check_combination,
+)
 
 SECTIONS = (CorrectionConfig, LossConfig, AutoLamConfig, AdvantageConfig, RejectionRule)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tim.config import Config
-from megatron_tim.correction import summarise
+from megatron_tim.correction import denominator_parts, summarise, token_coefficients
 from megatron_tim.megatron.collective import gather_tensors
 from megatron_tim.megatron.hf_weights import hf_tensors
 from megatron_tim.megatron.packing import Sample
@@ -34,17 +34,23 @@ def make_config(hf_path: str, case: str) -> Config:
     )
 
 
+def fields(sample: dict, config: Config, drop: set[str]) -> dict[str, torch.Tensor]:
+    found = {name: values for name, values in sample["fields"].items() if name not in drop}
+    mask = found["mask"]
+    return found | {"coefficients": token_coefficients(mask, config.loss, torch.tensor([0, mask.numel()]))}
+
+
 def main() -> None:
     hf_path, batch, out, *cases = sys.argv[1:]
     saved = torch.load(batch, weights_only=True)
     for case in cases:
         config = make_config(hf_path, case)
         drop = {"old_logprobs", "weights"} if config.correction.mode == "bypass" else set()
-        samples = [
-            Sample(s["tokens"], s["prompt_length"], {k: v for k, v in s["fields"].items() if k not in drop}) for s in saved["samples"]
-        ]
+        samples = [Sample(s["tokens"], s["prompt_length"], fields(s, config, drop)) for s in saved["samples"]]
         trainer = MegatronTrainer(Path(hf_path), config.parallel, config.train, seed=1)
-        denominator = sum(int(s.fields["mask"].sum()) for s in samples)
+        denominator = sum(
+            denominator_parts(s.fields["mask"], config.loss, torch.tensor([0, len(s.fields["mask"])])).sum().item() for s in samples
+        )
         sums = trainer.gradients(samples, policy_objective(config), denominator)
         parts = gather_tensors({n: g.clone() for n, g in hf_tensors(trainer.chunks, trainer.arch, of=lambda p: p.main_grad)})
         facts = {
