@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import yaml
@@ -362,9 +362,10 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
 
 
 def _suggestion(location: tuple[Any, ...]) -> str:
-    section: type[BaseModel] = Config
+    section: Any = Config
     for part in location[:-1]:
-        section = section.model_fields[part].annotation if part in section.model_fields else section
+        # A field of a section, or a place in its list or dictionary of sections, whose kind comes last in the annotation.
+        section = section.model_fields[part].annotation if hasattr(section, "model_fields") else get_args(section)[-1]
     known = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"; did you mean '{'.'.join([*map(str, location[:-1]), close[0]])}'?" if close else f"; known keys here: {', '.join(known)}."

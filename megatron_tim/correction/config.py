@@ -65,11 +65,13 @@ class Method(Settings):
     def _expand_preset(cls, given: Any) -> Any:
         return expand_preset(given) if isinstance(given, dict) else given
 
-    @field_validator("lam")
+    @field_validator("lam", mode="before")
     @classmethod
-    def _lam_is_not_negative(cls, lam: float | str) -> float | str:
+    def _lam_is_a_number_or_auto(cls, lam: Any) -> Any:
+        if lam != "auto" and not isinstance(lam, (int, float)):
+            raise ValueError(f"lam = {lam!r} is neither a number nor 'auto'")
         if lam != "auto" and lam < 0:
-            raise ValueError(f"lam = {lam!r} is negative; a cap of 1 + lam * (1 - p) needs lam >= 0, or 'auto'")
+            raise ValueError(f"lam = {lam:g} is negative; a cap of 1 + lam * (1 - p) needs lam >= 0, or 'auto'")
         return lam
 
     @model_validator(mode="after")
@@ -145,7 +147,11 @@ class CorrectionConfig(Method):
     @field_validator("shadows", mode="before")
     @classmethod
     def _names_are_presets(cls, given: Any) -> Any:
-        return {name: {"preset": name} for name in given} if isinstance(given, list) else given
+        if not isinstance(given, list):
+            return given
+        if wrong := [name for name in given if not isinstance(name, str)]:
+            raise ValueError(f"{wrong[0]!r} is no preset's name; a list holds presets, other methods need a name: NAME: {{method: tis}}")
+        return {name: {"preset": name} for name in given}
 
     @field_validator("shadows")
     @classmethod
